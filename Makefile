@@ -1,0 +1,85 @@
+# Every target makes the environment it needs; nothing is installed outside this folder and the package cache.
+PYTHON ?= python3
+ARGS ?=
+FUZZ_SECONDS ?= 60
+
+VENV := .venv
+DEMO := .venv-demo
+TRANSFORMERS := 5.17.0 5.23.0
+SHIM := requirements/vllm-metadata
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-transformers lint types fuzz vectors locks env clean distclean
+.DELETE_ON_ERROR:
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(DEMO)/.ready ## Encrypt a real language model and let it answer through Transformers and vLLM
+	@$(DEMO)/bin/python examples/demo.py $(ARGS)
+
+test: $(VENV)/.ready ## The whole test suite, in its own environment (ARGS="-k header" and the like go to pytest)
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+test-transformers: $(TRANSFORMERS:%=.venv-transformers-%/.ready) ## The Transformers tests at both ends of the supported range
+	@set -e; for version in $(TRANSFORMERS); do \
+		echo "== Transformers $$version"; \
+		.venv-transformers-$$version/bin/python -m pytest tests/hf -m "not vllm" $(ARGS); \
+	done
+
+lint: $(VENV)/.ready ## Style, formatting, and who may import whom
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/lint-imports
+
+types: $(VENV)/.ready ## mypy, strict, on the package
+	@$(VENV)/bin/mypy
+
+fuzz: $(VENV)/.ready ## Fuzz the parsers of untrusted bytes for a minute (FUZZ_SECONDS=60)
+	@set -e; set -- tests/fuzz/fuzz_*.py; test -e "$$1" || { echo "error: no tests/fuzz/fuzz_*.py" >&2; exit 1; }; \
+	seconds=$$(( $(FUZZ_SECONDS) / $$# + 1 )); \
+	for target; do \
+		name=$$(basename "$$target" .py); mkdir -p build/fuzz/$$name; \
+		seeds=$$(ls -d tests/fuzz/seeds/$$name 2>/dev/null || true); \
+		echo "== $$name, $$seconds s"; \
+		$(VENV)/bin/python "$$target" -max_total_time=$$seconds -timeout=10 -rss_limit_mb=2048 -verbosity=0 \
+			-print_final_stats=1 -artifact_prefix=build/fuzz/$$name- build/fuzz/$$name $$seeds; \
+	done
+
+vectors: $(VENV)/.ready ## Write tests/vectors again from their script
+	@$(VENV)/bin/python -m tests.vectors.make
+
+locks: $(VENV)/.ready ## Resolve requirements/*.in into the locks again (ARGS=--upgrade for new versions)
+	@UV=$(CURDIR)/$(VENV)/bin/uv requirements/lock $(ARGS)
+
+env: $(VENV)/.ready ## Only make the environment of the tests
+
+clean: ## Remove what the targets above built, but not the environments
+	@rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis .coverage
+	@find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the environments as well
+	@rm -rf $(VENV) $(DEMO) $(TRANSFORMERS:%=.venv-transformers-%)
+
+# Two stamps for each environment: .locked follows the locks, .ready also our own metadata (entry points). The project is
+# installed in place, built with the pinned backend that the locks have put there.
+$(VENV)/.locked: requirements/test.txt
+$(DEMO)/.locked: requirements/demo.txt
+$(VENV)/.locked $(DEMO)/.locked: requirements/models.txt requirements/build.txt requirements/sync
+	@requirements/sync $(@D) $(filter-out %/sync %/build.txt,$^)
+	@touch $@
+
+$(VENV)/.ready $(DEMO)/.ready: %/.ready: %/.locked pyproject.toml $(SHIM)/pyproject.toml
+	@$*/bin/uv pip install --quiet --python $*/bin/python --no-deps --no-build-isolation ./$(SHIM) --editable .
+	@touch $@
+
+.venv-transformers-%/.locked: requirements/transformers-%.txt requirements/models.txt requirements/sync
+	@requirements/sync $(@D) $(filter-out %/sync,$^)
+	@touch $@
+
+.venv-transformers-%/.ready: .venv-transformers-%/.locked pyproject.toml
+	@$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.PRECIOUS: .venv-transformers-%/.locked
