@@ -1,0 +1,1 @@
+"""Runnable examples; the tests use the models that the demo uses."""
