@@ -1,0 +1,148 @@
+"""Settings: one frozen dataclass, filled from a TOML file, then the environment, then explicit arguments.
+
+============================  =========================================================================
+environment variable          meaning
+============================  =========================================================================
+``SECURE_LOADER_HOME``        folder with ``keys/``, ``trust/``, ``state/`` and ``config.toml``
+``SECURE_LOADER_CONFIG``      another TOML file
+``SECURE_LOADER_KEYS``        comma-separated key references: paths, ``file:…``, ``env:NAME``
+``SECURE_LOADER_THREADS``     threads of the shared pool
+``SECURE_LOADER_INTEGRITY``   ``tags`` or ``full``
+``SECURE_LOADER_AUTOLOAD``    ``0`` keeps ``import torch`` from preparing the Transformers hook
+============================  =========================================================================
+
+Settings whose name begins with ``insecure_`` are taken from explicit arguments and TOML only, never from the
+environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .core.home import home
+from .errors import ConfigError
+
+CONFIG_VARIABLE = "SECURE_LOADER_CONFIG"
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderConfig:
+    """How secure files are opened and read.
+
+    Attributes:
+        keys: References to master keys (``file:/path``, ``env:NAME``, plain paths); None takes ``SECURE_LOADER_KEYS``
+            and the home folder. Never key material.
+        trust: Trust files and folders; None takes the home folder's.
+        integrity: ``"tags"``: AEAD tags; ``"full"``: the signed SHA-256 digests as well, against a publisher's own
+            licensees, at the price of a hash of every byte.
+        clear_tensors: ``"map"`` or ``"copy"`` clear tensors of signed files after their digest was checked. Copy where
+            another process may write the file while it is in use.
+        threads: Threads of the shared pool; None takes the processors this process may use.
+        insecure_allow_plaintext: Accept files that are not encrypted where encrypted ones are demanded.
+        insecure_allow_legacy: Accept CryptoTensors files without profile 1, and folders without a manifest.
+        insecure_allow_unverified_clear: Hand out clear tensors of such files, which nothing protects.
+    """
+
+    keys: tuple[str, ...] | None = None
+    trust: tuple[str, ...] | None = None
+    integrity: str = "tags"
+    clear_tensors: str = "map"
+    threads: int | None = None
+    insecure_allow_plaintext: bool = False
+    insecure_allow_legacy: bool = False
+    insecure_allow_unverified_clear: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("integrity", self.integrity, ("tags", "full"))
+        _one_of("clear_tensors", self.clear_tensors, ("map", "copy"))
+        if self.threads is not None and (type(self.threads) is not int or not 1 <= self.threads <= 256):
+            raise ConfigError(f"threads must be a number from 1 to 256, not {self.threads!r}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.startswith("insecure_") and type(value) is not bool:
+                raise ConfigError(f"{field.name} must be true or false, not {value!r}")
+
+    def replace(self, options: Mapping[str, Any]) -> LoaderConfig:
+        """These settings with some replaced.
+
+        Args:
+            options: By field name; strings and lists of strings are both fine for ``keys`` and ``trust``.
+
+        Raises:
+            ConfigError: An unknown name, or a value of the wrong kind.
+        """
+        known = {f.name for f in dataclasses.fields(self)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigError(f"unknown setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
+        values = {name: _references(name, v) if name in ("keys", "trust") else v for name, v in options.items()}
+        return dataclasses.replace(self, **values)
+
+
+def load(options: Mapping[str, Any] | None = None) -> LoaderConfig:
+    """The settings in force.
+
+    Args:
+        options: Explicit settings, which win over the environment, which wins over the TOML file.
+
+    Raises:
+        ConfigError: An unknown name or a wrong value, anywhere.
+    """
+    config = LoaderConfig().replace(_from_toml()).replace(_from_environment())
+    return config.replace(options or {})
+
+
+def _from_toml() -> dict[str, Any]:
+    named = os.environ.get(CONFIG_VARIABLE)
+    path = Path(named) if named else home() / "config.toml"
+    if not path.exists():
+        if named:
+            raise ConfigError(f"{CONFIG_VARIABLE} names a file that does not exist", path=path)
+        return {}
+    try:
+        with open(path, "rb") as f:
+            doc = tomllib.load(f)
+    except (OSError, tomllib.TOMLDecodeError) as e:
+        raise ConfigError(f"cannot be read: {e}", path=path) from None
+    unknown = sorted(set(doc) - {"loader"})
+    if unknown or not isinstance(doc.get("loader", {}), dict):
+        raise ConfigError(f"unknown section {unknown[0]!r}; there is [loader]" if unknown else "loader is no section")
+    return dict(doc.get("loader", {}))
+
+
+def _from_environment() -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    threads = os.environ.get("SECURE_LOADER_THREADS")
+    if threads:
+        if not threads.isdecimal():
+            raise ConfigError(f"SECURE_LOADER_THREADS must be a number, not {threads!r}")
+        options["threads"] = int(threads)
+    integrity = os.environ.get("SECURE_LOADER_INTEGRITY")
+    if integrity:
+        options["integrity"] = integrity
+    return options
+
+
+def _references(name: str, value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    items = (value,) if isinstance(value, (str, os.PathLike)) else tuple(value)
+    for item in items:
+        # Not a convenience: settings travel through logs and process lists, a key must not.
+        if not isinstance(item, (str, os.PathLike)):
+            raise ConfigError(f"{name} takes references (paths, file:…, env:NAME), not {type(item).__name__}")
+        text = os.fspath(item).lstrip()
+        if text.startswith("{") or "\n" in text:
+            raise ConfigError(f"{name} takes references (paths, file:…, env:NAME), never key material itself")
+    return tuple(os.fspath(item) for item in items)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")

@@ -1,0 +1,1 @@
+"""Everything below the adapters: format, keys, trust, reading and writing."""

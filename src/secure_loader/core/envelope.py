@@ -1,0 +1,409 @@
+"""The CryptoTensors metadata in a header: who encrypted what, how, and who signed; with our profile on top.
+
+Formats: docs/format.md, parts A (CryptoTensors "1" and "2") and B (profile 1). Parsing here needs no key and trusts
+nothing: it only turns strings into checked values. Whether they are true is for :mod:`core.trust`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import FormatError, NotEncryptedError, UnsupportedVersionError
+from . import strict_json
+from .aead import ALGORITHMS, CHUNK_SIZE, NONCE_BYTES, TAG_BYTES, Algorithm, chunk_count
+from .header import Header
+from .types import TensorInfo
+
+CRYPTO_KEYS = "__crypto_keys__"
+ENCRYPTION = "__encryption__"
+POLICY = "__policy__"
+SIGNATURE = "__signature__"
+PROFILE = "__secure_loader__"
+NOTICE = "__notice__"
+_REQUIRED = (CRYPTO_KEYS, ENCRYPTION, POLICY, SIGNATURE)
+MIN_CHUNK_SIZE = 4096
+MAX_CHUNKS = 2**32
+MAX_RELEASE = 2**53 - 1
+_PRIVATE_MEMBERS = {"k", "d", "p", "q", "dp", "dq", "qi", "priv"}
+_KID = re.compile(r"[^\x00-\x1f\x7f/]{1,256}")
+_MODEL_ID = re.compile(r"[^\x00-\x1f\x7f]{1,256}")
+_FILE_ID = re.compile(r"[0-9a-f]{32}")
+_CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHint:
+    """Public half of a JWK as a header names it: a hint which key to use, never a reason to trust it."""
+
+    kid: str
+    alg: str
+    kty: str
+    jku: str | None = None
+
+    def document(self) -> dict[str, str]:
+        """Members to serialise, absent ones left out."""
+        doc = {"alg": self.alg, "kid": self.kid, "kty": self.kty}
+        return doc if self.jku is None else doc | {"jku": self.jku}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """How one tensor was sealed.
+
+    Attributes:
+        wrapped_key: The tensor's DEK under the master key, without tag.
+        key_iv: Nonce of the wrapping, 12 bytes.
+        key_tag: Tag of the wrapping, 16 bytes.
+        iv: v2: nonce of chunk 0; v1: nonce of the whole tensor, empty for an empty tensor.
+        tags: v2: 16 bytes per chunk; v1: one tag, empty for an empty tensor.
+    """
+
+    wrapped_key: bytes
+    key_iv: bytes
+    key_tag: bytes
+    iv: bytes
+    tags: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Embedded Rego texts."""
+
+    local: str
+    remote: str
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Profile 1, the fields under ``__secure_loader__``.
+
+    Attributes:
+        file_id: 16 random bytes that no other file shares.
+        model_id: What the signer calls the model; the trust store matches patterns against it.
+        release: Grows with every publication of the model.
+        shard: Position and number of shards, counted from 1.
+        created: RFC 3339, UTC.
+        kcv: Key check value of the master key, 16 bytes.
+        digest_chunk_size: Bytes per digest.
+        digests: Per tensor, the concatenated SHA-256 digests of its stored bytes.
+    """
+
+    file_id: bytes
+    model_id: str
+    release: int
+    shard: tuple[int, int]
+    created: str
+    kcv: bytes
+    digest_chunk_size: int
+    digests: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Everything cryptographic that a header says, checked for form.
+
+    Attributes:
+        version: ``"1"`` or ``"2"``.
+        algorithm: For tensors and for wrapping alike.
+        chunk_size: Bytes per chunk, None for whole-tensor sealing (v1).
+        enc: Hint to the master key.
+        sign: Hint to the signing key.
+        records: By name, encrypted tensors only.
+        policy: Embedded rules.
+        signature: 64 bytes, Ed25519.
+        profile: None for files without ours on top.
+    """
+
+    version: str
+    algorithm: Algorithm
+    chunk_size: int | None
+    enc: KeyHint
+    sign: KeyHint
+    records: Mapping[str, TensorRecord]
+    policy: Policy
+    signature: bytes
+    profile: Profile | None
+
+
+def is_encrypted(header: Header) -> bool:
+    """Whether a header claims any of CryptoTensors' fields: a plain file has none of them."""
+    return any(key in header.metadata for key in (*_REQUIRED, PROFILE))
+
+
+def parse(header: Header) -> Envelope:
+    """Read the envelope of a header.
+
+    Raises:
+        NotEncryptedError: The file has no cryptographic metadata at all.
+        FormatError: Some of it is missing, malformed, or does not fit the tensors.
+        UnsupportedVersionError: A version, algorithm or profile we do not know.
+    """
+    meta = header.metadata
+    if not is_encrypted(header):
+        raise NotEncryptedError("is a plain safetensors file, not an encrypted one")
+    missing = [key for key in _REQUIRED if key not in meta]
+    if missing:
+        raise FormatError(f"signed files carry {', '.join(_REQUIRED)}; {', '.join(missing)} is missing: stripped?")
+    strict = PROFILE in meta
+    keys = _object(meta[CRYPTO_KEYS], CRYPTO_KEYS)
+    version = keys.get("version")
+    if not isinstance(version, str):
+        raise UnsupportedVersionError(f"{CRYPTO_KEYS} has no version string")
+    if version not in ("1", "2"):
+        raise UnsupportedVersionError(f"version {version[:40]!r} of CryptoTensors is unknown; 1 and 2 are supported")
+    if strict:
+        _only(keys, {"chunk_size", "enc", "sign", "version"}, CRYPTO_KEYS)
+    chunk_size = _chunk_size(keys, version)
+    enc = _key_hint(keys.get("enc"), "enc", "oct", strict=strict)
+    sign = _key_hint(keys.get("sign"), "sign", "okp", strict=strict)
+    algorithm = _algorithm(enc.alg)
+    if sign.alg.lower() not in ("ed25519", "eddsa"):
+        raise UnsupportedVersionError(f"signature algorithm {sign.alg[:40]!r} is unknown; ed25519 is supported")
+    records = _records(_object(meta[ENCRYPTION], ENCRYPTION), header, algorithm, chunk_size, strict=strict)
+    policy = _object(meta[POLICY], POLICY)
+    if not {"local", "remote"} <= policy.keys() or not all(isinstance(p, str) for p in policy.values()):
+        raise FormatError(f"{POLICY} needs the texts local and remote")
+    if strict:
+        _only(policy, {"local", "remote"}, POLICY)
+    signature = unbase64(meta[SIGNATURE], 64, SIGNATURE)
+    profile = _profile(_object(meta[PROFILE], PROFILE), header, chunk_size) if strict else None
+    return Envelope(
+        version,
+        algorithm,
+        chunk_size,
+        enc,
+        sign,
+        records,
+        Policy(policy["local"], policy["remote"]),
+        signature,
+        profile,
+    )
+
+
+def metadata(envelope: Envelope) -> dict[str, str]:
+    """The metadata strings of an envelope, all but the signature: the inverse of :func:`parse`."""
+    keys: dict[str, Any] = {"enc": envelope.enc.document(), "sign": envelope.sign.document()}
+    keys["version"] = envelope.version
+    if envelope.chunk_size is not None:
+        keys["chunk_size"] = envelope.chunk_size
+    iv, tags = ("iv", "tag") if envelope.chunk_size is None else ("base_iv", "tags")
+    # Members in the order in which CryptoTensors' own writer has them.
+    records = {
+        name: {
+            "wrapped_key": base64_text(r.wrapped_key),
+            "key_iv": base64_text(r.key_iv),
+            "key_tag": base64_text(r.key_tag),
+            iv: base64_text(r.iv),
+            tags: base64_text(r.tags),
+        }
+        for name, r in sorted(envelope.records.items())
+    }
+    out = {
+        CRYPTO_KEYS: strict_json.dumps(keys),
+        ENCRYPTION: strict_json.dumps(records, sort_keys=False),
+        POLICY: strict_json.dumps({"local": envelope.policy.local, "remote": envelope.policy.remote}),
+    }
+    if envelope.profile is not None:
+        p = envelope.profile
+        out[PROFILE] = strict_json.dumps(
+            {
+                "profile": 1,
+                "file_id": p.file_id.hex(),
+                "model_id": p.model_id,
+                "release": p.release,
+                "shard": list(p.shard),
+                "created": p.created,
+                "kcv": base64_text(p.kcv),
+                "digest": {
+                    "alg": "sha256",
+                    "chunk_size": p.digest_chunk_size,
+                    "tensors": {name: base64_text(d) for name, d in p.digests.items()},
+                },
+            }
+        )
+    return out
+
+
+def check_model_id(model_id: str) -> str:
+    """Returns ``model_id``; raises FormatError unless it is 1 to 256 characters without controls."""
+    if not _MODEL_ID.fullmatch(model_id):
+        raise FormatError("model_id must be 1 to 256 characters without control characters")
+    return model_id
+
+
+def base64_text(data: bytes) -> str:
+    """Standard alphabet with padding, as CryptoTensors writes it."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def unbase64(text: object, length: int | None, what: str) -> bytes:
+    """Decode strictly: standard alphabet, padding, no other character, canonical, of exactly ``length`` bytes."""
+    if not isinstance(text, str):
+        raise FormatError(f"{what} is not a string")
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise FormatError(f"{what} is not base64") from None
+    if base64_text(data) != text:
+        raise FormatError(f"{what} is not canonical base64")
+    if length is not None and len(data) != length:
+        raise FormatError(f"{what} has {len(data)} bytes instead of {length}")
+    return data
+
+
+def _object(text: str, what: str) -> dict[str, Any]:
+    doc = strict_json.loads(text, what=what, scan=True)
+    if not isinstance(doc, dict):
+        raise FormatError(f"{what} is not a JSON object")
+    return doc
+
+
+def _only(doc: Mapping[str, Any], allowed: set[str], what: str) -> None:
+    unknown = sorted(doc.keys() - allowed)
+    if unknown:
+        raise FormatError(f"{what} has the unknown member {unknown[0][:80]!r}")
+
+
+def _chunk_size(keys: Mapping[str, Any], version: str) -> int | None:
+    # The reader of record switches on the presence of chunk_size; v2 without one means 2 MiB.
+    if "chunk_size" not in keys:
+        return CHUNK_SIZE if version == "2" else None
+    size = keys["chunk_size"]
+    if not strict_json.is_count(size) or not MIN_CHUNK_SIZE <= size <= 2**40:
+        raise FormatError(f"chunk_size {str(size)[:40]} is not a whole number of at least {MIN_CHUNK_SIZE}")
+    return int(size)
+
+
+def _key_hint(doc: Any, what: str, kty: str, *, strict: bool) -> KeyHint:
+    if not isinstance(doc, dict):
+        raise FormatError(f"{CRYPTO_KEYS} has no object {what!r}")
+    if _PRIVATE_MEMBERS & doc.keys():
+        # Never echo the value: somebody published a private key by mistake.
+        raise FormatError(f"{what} embeds private key material: that key is burnt, replace it")
+    kid, alg, jku = doc.get("kid"), doc.get("alg"), doc.get("jku")
+    if not isinstance(kid, str) or not _KID.fullmatch(kid):
+        raise FormatError(f"{what} has no usable kid: 1 to 256 characters, no '/' and no controls")
+    if not isinstance(alg, str) or not isinstance(doc.get("kty"), str) or doc["kty"].lower() != kty:
+        raise FormatError(f"{what} must have kty {kty!r} and an alg")
+    if jku is not None and not isinstance(jku, str):
+        raise FormatError(f"{what} has a jku that is not a string")
+    if strict:
+        _only(doc, {"alg", "jku", "kid", "kty"}, what)
+    return KeyHint(kid, alg, doc["kty"], jku)
+
+
+def _algorithm(alg: str) -> Algorithm:
+    found = ALGORITHMS.get(alg.replace("-", "").lower())
+    if found is None:
+        raise UnsupportedVersionError(f"algorithm {alg[:40]!r} is unknown; {', '.join(ALGORITHMS)} are supported")
+    return found
+
+
+def _records(
+    doc: Mapping[str, Any], header: Header, algorithm: Algorithm, chunk_size: int | None, *, strict: bool
+) -> dict[str, TensorRecord]:
+    iv_name, tag_name = ("iv", "tag") if chunk_size is None else ("base_iv", "tags")
+    members = {"wrapped_key", "key_iv", "key_tag", iv_name, tag_name}
+    records: dict[str, TensorRecord] = {}
+    nonces: set[bytes] = set()
+    for name, entry in doc.items():
+        if name not in header.tensors:
+            raise FormatError(f"{ENCRYPTION} names it, but the file holds no such tensor", tensor=name[:200])
+        if not isinstance(entry, dict) or not members <= entry.keys():
+            raise FormatError(f"its encryption record needs {', '.join(sorted(members))}", tensor=name[:200])
+        if strict:
+            _only(entry, members, f"the encryption record of {name[:200]!r}")
+        record = _record(entry, header.tensors[name], algorithm, chunk_size, iv_name, tag_name)
+        if record.key_iv in nonces:
+            # Two DEKs wrapped under one master key and nonce give both away.
+            raise FormatError("its key_iv is used by another tensor as well", tensor=name[:200])
+        nonces.add(record.key_iv)
+        records[name] = record
+    return records
+
+
+def _record(
+    entry: Mapping[str, Any],
+    info: TensorInfo,
+    algorithm: Algorithm,
+    chunk_size: int | None,
+    iv_name: str,
+    tag_name: str,
+) -> TensorRecord:
+    what = f"of tensor {info.name[:200]!r}"
+    if chunk_size is None:
+        # v1 seals a tensor in one call, and an empty one not at all.
+        iv_bytes, tag_bytes = (NONCE_BYTES, TAG_BYTES) if info.nbytes else (0, 0)
+    else:
+        chunks = chunk_count(info.nbytes, chunk_size)
+        if chunks > MAX_CHUNKS:
+            raise FormatError(f"{chunks:,} chunks are too many", tensor=info.name[:200])
+        iv_bytes, tag_bytes = NONCE_BYTES, TAG_BYTES * chunks
+    record = TensorRecord(
+        wrapped_key=unbase64(entry["wrapped_key"], algorithm.key_bytes, f"wrapped_key {what}"),
+        key_iv=unbase64(entry["key_iv"], NONCE_BYTES, f"key_iv {what}"),
+        key_tag=unbase64(entry["key_tag"], TAG_BYTES, f"key_tag {what}"),
+        iv=unbase64(entry[iv_name], iv_bytes, f"{iv_name} {what}"),
+        tags=unbase64(entry[tag_name], tag_bytes, f"{tag_name} {what}"),
+    )
+    if chunk_size is not None:
+        last = int.from_bytes(record.iv[8:], "big") + chunk_count(info.nbytes, chunk_size) - 1
+        if last >= 2**32:
+            raise FormatError("its chunk counter would overflow", tensor=info.name[:200])
+    return record
+
+
+def _profile(doc: Mapping[str, Any], header: Header, chunk_size: int | None) -> Profile:
+    number = doc.get("profile")
+    if number != 1 or type(number) is not int:
+        raise UnsupportedVersionError(f"profile {str(number)[:40]} is unknown; profile 1 is supported")
+    fields = {"profile", "file_id", "model_id", "release", "shard", "created", "kcv", "digest"}
+    _only(doc, fields, PROFILE)
+    if doc.keys() != fields:
+        raise FormatError(f"{PROFILE} lacks {', '.join(sorted(fields - doc.keys()))}")
+    file_id, model_id, created, shard = doc["file_id"], doc["model_id"], doc["created"], doc["shard"]
+    if not isinstance(file_id, str) or not _FILE_ID.fullmatch(file_id):
+        raise FormatError("file_id is not 32 lower-case hex digits")
+    if not isinstance(model_id, str):
+        raise FormatError("model_id is not a string")
+    if not strict_json.is_count(doc["release"]) or doc["release"] > MAX_RELEASE:
+        raise FormatError("release is not a whole number below 2**53")
+    if not isinstance(created, str) or not _CREATED.fullmatch(created):
+        raise FormatError("created is not an RFC 3339 time in UTC")
+    if not isinstance(shard, list) or len(shard) != 2 or not all(strict_json.is_count(n) for n in shard):
+        raise FormatError("shard is not [position, number]")
+    if not 1 <= shard[0] <= shard[1]:
+        raise FormatError(f"shard {shard[0]} of {shard[1]} cannot be")
+    size, digests = _digests(doc["digest"], header, chunk_size)
+    return Profile(
+        file_id=bytes.fromhex(file_id),
+        model_id=check_model_id(model_id),
+        release=doc["release"],
+        shard=(shard[0], shard[1]),
+        created=created,
+        kcv=unbase64(doc["kcv"], 16, "kcv"),
+        digest_chunk_size=size,
+        digests=digests,
+    )
+
+
+def _digests(doc: Any, header: Header, chunk_size: int | None) -> tuple[int, dict[str, bytes]]:
+    if not isinstance(doc, dict) or doc.keys() != {"alg", "chunk_size", "tensors"}:
+        raise FormatError("digest needs exactly alg, chunk_size and tensors")
+    if doc["alg"] != "sha256":
+        raise UnsupportedVersionError(f"digest algorithm {str(doc['alg'])[:40]!r} is unknown; sha256 is supported")
+    size, tensors = doc["chunk_size"], doc["tensors"]
+    if not strict_json.is_count(size) or size != (chunk_size or CHUNK_SIZE):
+        raise FormatError("digest.chunk_size differs from the chunk size of the file")
+    if not isinstance(tensors, dict) or tensors.keys() != header.tensors.keys():
+        raise FormatError("digest.tensors must name exactly the tensors of the file")
+    digests = {}
+    for name, text in tensors.items():
+        pieces = -(-header.tensors[name].nbytes // size)
+        digests[name] = unbase64(text, 32 * pieces, f"digest of tensor {name[:200]!r}")
+    return size, digests

@@ -1,0 +1,266 @@
+"""Looking at encrypted models: what is there (no key, no trust needed), and whether it is what was signed (no key)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import FormatError, MissingFileError, SecureLoaderError
+from . import envelope as env
+from . import manifest as mf
+from .archive import TensorFile
+from .checkpoint import Checkpoint
+from .header import Header
+from .pipeline import ClearBytes, annotate, verify_clear
+from .report import Advance, progress_bar
+from .session import Session, TrustSources
+from .source import FileSource, read_header, read_small_file
+
+
+@dataclass(frozen=True, slots=True)
+class FileSummary:
+    """One safetensors file as its header describes itself.
+
+    Attributes:
+        name: Path, relative to the folder.
+        nbytes: Size of the file.
+        tensors: Number of tensors.
+        encrypted: How many of them are encrypted.
+        tensor_bytes: Size of all tensors.
+        dtypes: Number of tensors by dtype.
+        version: CryptoTensors version, None for a plain file.
+        profile: 1, or None for plain and CryptoTensors files.
+        algorithm: AEAD, or None.
+        chunk_size: Bytes per chunk, or None.
+        key_id: Name of the master key, or None.
+        signer_key_id: Name of the signing key, or None.
+        model_id: As signed, or None.
+        release: As signed, or None.
+        created: As signed, or None.
+        local_policy: Embedded Rego text, or None.
+    """
+
+    name: str
+    nbytes: int
+    tensors: int
+    encrypted: int
+    tensor_bytes: int
+    dtypes: dict[str, int]
+    version: str | None
+    profile: int | None
+    algorithm: str | None
+    chunk_size: int | None
+    key_id: str | None
+    signer_key_id: str | None
+    model_id: str | None
+    release: int | None
+    created: str | None
+    local_policy: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a file or folder says about itself. Nothing of it was verified.
+
+    Attributes:
+        path: What was looked at.
+        files: Its safetensors files.
+        other_files: Size by path of the other files.
+        has_manifest: Whether the folder has a signed manifest.
+        model_id: From the manifest, or the only file.
+        release: Likewise.
+        created: Likewise.
+    """
+
+    path: str
+    files: tuple[FileSummary, ...]
+    other_files: dict[str, int]
+    has_manifest: bool
+    model_id: str | None
+    release: int | None
+    created: str | None
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was verified.
+
+    Attributes:
+        path: What was looked at.
+        model_id: As signed.
+        release: As signed.
+        signer: Who vouches for it, in the operator's words.
+        signer_key_id: Name of the signer's key.
+        files: Number of files checked.
+        tensors: Number of tensors whose descriptions the signature covers.
+        tensor_bytes: Their size.
+        full: Whether every stored byte was compared with its signed digest.
+        seconds: Wall time.
+    """
+
+    path: str
+    model_id: str | None
+    release: int | None
+    signer: str
+    signer_key_id: str
+    files: int
+    tensors: int
+    tensor_bytes: int
+    full: bool
+    seconds: float
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspection:
+    """Describe a file or a model folder, without a key and without trusting it.
+
+    Raises:
+        FormatError: A header or the manifest is malformed.
+        SourceError: Something cannot be read.
+    """
+    where = Path(path)
+    if not where.is_dir():
+        summary = _summary(where, where.name)
+        return Inspection(str(where), (summary,), {}, False, summary.model_id, summary.release, summary.created)
+    names = list(mf.list_files(where))
+    files = tuple(_summary(where / n, n) for n in names if n.endswith(".safetensors"))
+    others = {n: (where / n).stat().st_size for n in names if not n.endswith(".safetensors") and n != mf.MANIFEST}
+    model_id = release = created = None
+    if mf.MANIFEST in names:
+        manifest = mf.peek(read_small_file(str(where / mf.MANIFEST), mf.MAX_MANIFEST))
+        model_id, release, created = manifest.model_id, manifest.release, manifest.created
+    elif not files:
+        raise FormatError("holds no safetensors files", path=where)
+    return Inspection(str(where), files, others, mf.MANIFEST in names, model_id, release, created)
+
+
+def _summary(path: Path, name: str) -> FileSummary:
+    with FileSource(path) as source:
+        header = read_header(source)
+        try:
+            envelope = env.parse(header) if env.is_encrypted(header) else None
+        except SecureLoaderError as e:
+            raise annotate(e, str(path)) from None
+        return _describe(name, source.size, header, envelope)
+
+
+def _describe(name: str, nbytes: int, header: Header, envelope: env.Envelope | None) -> FileSummary:
+    profile = None if envelope is None else envelope.profile
+    return FileSummary(
+        name=name,
+        nbytes=nbytes,
+        tensors=len(header.tensors),
+        encrypted=0 if envelope is None else len(envelope.records),
+        tensor_bytes=header.body_bytes,
+        dtypes=dict(Counter(t.dtype for t in header.tensors.values())),
+        version=None if envelope is None else envelope.version,
+        profile=None if profile is None else 1,
+        algorithm=None if envelope is None else envelope.algorithm.name,
+        chunk_size=None if envelope is None else envelope.chunk_size,
+        key_id=None if envelope is None else envelope.enc.kid,
+        signer_key_id=None if envelope is None else envelope.sign.kid,
+        model_id=None if profile is None else profile.model_id,
+        release=None if profile is None else profile.release,
+        created=None if profile is None else profile.created,
+        local_policy=None if envelope is None else envelope.policy.local,
+    )
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    trust: TrustSources | None = None,
+    full: bool = False,
+    progress: bool | None = None,
+) -> Verification:
+    """Check a file or a model folder against its publisher's signature. No key is needed.
+
+    Args:
+        path: A file, or a folder.
+        trust: Whom to trust, as for :func:`core.session.safe_open`.
+        full: Also compare every stored byte of every tensor with its signed SHA-256 digest.
+        progress: Show a bar with ``full``; None decides by the terminal.
+
+    Returns:
+        What was verified. There is no other way to return: whatever is wrong raises.
+
+    Raises:
+        VerificationError: Not what a trusted publisher signed; the subclass says how.
+        FormatError, SourceError: As they say.
+    """
+    started = time.perf_counter()
+    where = Path(path)
+    session = Session(keys=[], trust=trust)
+    if not where.exists():
+        raise MissingFileError("no such file or folder", path=where)
+    folder = where if where.is_dir() else None
+    checkpoint = None if folder is None else Checkpoint(folder, session)
+    names = [""] if checkpoint is None else checkpoint.shards()
+    tensors = nbytes = 0
+    model_id: str | None = None
+    release: int | None = None
+    signer = None if checkpoint is None else checkpoint.signer
+    with progress_bar(_total(where, names) if full else 0, "Verifying", show=progress if full else False) as advance:
+        for name in names:
+            file = session.open_file(where) if checkpoint is None else checkpoint.open(name)
+            with file.source:
+                if full:
+                    _check_all(file, advance)
+                tensors += len(file.header.tensors)
+                nbytes += file.header.body_bytes
+                if file.profile is not None:
+                    model_id, release = file.profile.model_id, file.profile.release
+                if signer is None and file.verified is not None:
+                    signer = file.verified.signer
+    if checkpoint is not None and checkpoint.manifest is not None:
+        model_id, release = checkpoint.manifest.model_id, checkpoint.manifest.release
+        count = len(checkpoint.manifest.files)
+    else:
+        count = len(names)
+    return Verification(
+        path=str(where),
+        model_id=model_id,
+        release=release,
+        signer=signer.name if signer else "nobody",
+        signer_key_id=signer.key.kid if signer else "",
+        files=count,
+        tensors=tensors,
+        tensor_bytes=nbytes,
+        full=full,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _total(where: Path, names: list[str]) -> int:
+    return sum((where / n).stat().st_size for n in names if (where / n).is_file())
+
+
+def _check_all(file: TensorFile, advance: Advance) -> None:
+    profile = file.profile
+    for t in _tensors(file):
+        if profile is None:
+            raise FormatError("carries no digests; only files with profile 1 can be verified in full", path=file.source.path)
+        offset = file.header.body_start + t.start
+        clear = ClearBytes(file.source, offset, t.nbytes, profile.digests[t.name], profile.digest_chunk_size)
+        try:
+            if t.nbytes:
+                verify_clear(clear, 0, t.nbytes)
+        except SecureLoaderError as e:
+            raise annotate(e, file.source.path, t.name) from None
+        advance(t.nbytes)
+
+
+def _tensors(file: TensorFile) -> Iterator[Any]:
+    return iter(file.header.tensors.values())

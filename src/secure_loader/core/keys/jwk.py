@@ -1,0 +1,209 @@
+"""JSON Web Keys (RFC 7517): ours as RFC 8037 has them, and CryptoTensors' own spelling.
+
+CryptoTensors writes ``kty`` ``okp``, ``alg`` ``ed25519`` and standard base64 with padding; the RFCs have ``OKP``,
+``crv`` ``Ed25519`` and base64url without. Both are read; files of ours are written as the RFCs say.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from ...errors import FormatError, KeyAccessError
+from .. import strict_json
+from ..aead import ALGORITHMS, Algorithm
+from ..secrets import Secret
+
+# RFC 7518 names of the content encryption, the key wrapping of the same name, and CryptoTensors' names.
+_OCT_ALGS = {
+    "a256gcm": "aes256gcm",
+    "a256gcmkw": "aes256gcm",
+    "a128gcm": "aes128gcm",
+    "a128gcmkw": "aes128gcm",
+    "c20p": "chacha20poly1305",
+    "c20pkw": "chacha20poly1305",
+} | {name: name for name in ALGORITHMS}
+_JWK_ALGS = {"aes256gcm": "A256GCM", "aes128gcm": "A128GCM", "chacha20poly1305": "C20P"}
+_KID = re.compile(r"[^\x00-\x1f\x7f/]{1,256}")
+_ED25519 = 32
+
+
+@dataclass(frozen=True)
+class MasterKey:
+    """A symmetric key that wraps the DEKs of files.
+
+    Attributes:
+        kid: Its name; files name it, and it is found by it.
+        algorithm: The one AEAD it is for.
+        secret: The key.
+    """
+
+    kid: str
+    algorithm: Algorithm
+    secret: Secret = field(repr=False, compare=False)
+
+    def document(self) -> dict[str, str]:
+        """As a private JWK."""
+        return {
+            "kty": "oct",
+            "kid": self.kid,
+            "alg": _JWK_ALGS[self.algorithm.name],
+            "use": "enc",
+            "k": _b64url(self.secret.reveal()),
+        }
+
+
+@dataclass(frozen=True)
+class VerifyKey:
+    """An Ed25519 public key.
+
+    Attributes:
+        kid: Its name, a hint only: identity is the key itself.
+        public: 32 bytes.
+    """
+
+    kid: str
+    public: bytes
+
+    def document(self) -> dict[str, str]:
+        """As a public JWK (RFC 8037)."""
+        return {
+            "kty": "OKP",
+            "crv": "Ed25519",
+            "kid": self.kid,
+            "alg": "EdDSA",
+            "use": "sig",
+            "x": _b64url(self.public),
+        }
+
+    def thumbprint(self) -> str:
+        """RFC 7638 thumbprint, SHA-256, base64url."""
+        text = strict_json.dumps({"crv": "Ed25519", "kty": "OKP", "x": _b64url(self.public)})
+        return _b64url(hashlib.sha256(text.encode()).digest())
+
+
+@dataclass(frozen=True)
+class SigningKey:
+    """An Ed25519 private key.
+
+    Attributes:
+        kid: Its name.
+        secret: The 32-byte seed.
+    """
+
+    kid: str
+    secret: Secret = field(repr=False, compare=False)
+
+    def _private(self) -> Ed25519PrivateKey:
+        return Ed25519PrivateKey.from_private_bytes(self.secret.reveal())
+
+    def sign(self, message: bytes) -> bytes:
+        """64 bytes of signature (RFC 8032)."""
+        return self._private().sign(message)
+
+    def verify_key(self) -> VerifyKey:
+        """The public half."""
+        return VerifyKey(self.kid, self._private().public_key().public_bytes_raw())
+
+    def document(self) -> dict[str, str]:
+        """As a private JWK (RFC 8037)."""
+        return self.verify_key().document() | {"d": _b64url(self.secret.reveal())}
+
+
+Jwk = MasterKey | SigningKey | VerifyKey
+
+
+def parse_keys(text: bytes | str, what: str) -> list[Jwk]:
+    """All keys of a JWK or JWK set.
+
+    Args:
+        text: The JSON.
+        what: Where it came from, for messages; no key material.
+
+    Raises:
+        KeyAccessError: Malformed, of a kind or algorithm that is not ours, or one kid twice.
+    """
+    try:
+        doc = strict_json.loads(text, what="JWK", scan=True)
+    except FormatError as e:
+        raise KeyAccessError(f"{what}: {e.message}") from None
+    entries = doc.get("keys") if isinstance(doc, dict) and "keys" in doc else [doc]
+    if not isinstance(entries, list) or not entries:
+        raise KeyAccessError(f"{what}: holds no keys")
+    keys = [parse_key(entry, what) for entry in entries]
+    kids = [key.kid for key in keys]
+    twice = sorted({kid for kid in kids if kids.count(kid) > 1})
+    if twice:
+        raise KeyAccessError(f"{what}: two keys share the kid {twice[0]!r}")
+    return keys
+
+
+def parse_key(doc: Any, what: str) -> Jwk:
+    """One key from the parsed JSON of a JWK. Raises as :func:`parse_keys`."""
+    if not isinstance(doc, Mapping):
+        raise KeyAccessError(f"{what}: is not a JWK")
+    kid, kty = doc.get("kid"), doc.get("kty")
+    if not isinstance(kid, str) or not _KID.fullmatch(kid):
+        raise KeyAccessError(f"{what}: a key has no usable kid (1 to 256 characters, no '/', no controls)")
+    alg = doc.get("alg")
+    if not isinstance(alg, str):
+        raise KeyAccessError(f"{what}: key {kid!r} names no alg")
+    if kty == "oct":
+        return _master(doc, kid, alg, what)
+    if kty in ("OKP", "okp"):
+        return _ed25519(doc, kid, alg, what)
+    raise KeyAccessError(f"{what}: key {kid!r} has a kty that is neither oct nor OKP")
+
+
+def _master(doc: Mapping[str, Any], kid: str, alg: str, what: str) -> MasterKey:
+    name = _OCT_ALGS.get(alg.replace("-", "").lower())
+    if name is None:
+        raise KeyAccessError(f"{what}: key {kid!r} is for {alg[:40]!r}; {', '.join(ALGORITHMS)} are supported")
+    _check_use(doc, kid, "enc", {"wrapKey", "unwrapKey", "encrypt", "decrypt"}, what)
+    algorithm = ALGORITHMS[name]
+    secret = Secret(_decode(doc.get("k"), algorithm.key_bytes, f"{what}: member k of key {kid!r}"))
+    return MasterKey(kid, algorithm, secret)
+
+
+def _ed25519(doc: Mapping[str, Any], kid: str, alg: str, what: str) -> SigningKey | VerifyKey:
+    if alg.lower() not in ("ed25519", "eddsa") or str(doc.get("crv", "Ed25519")) != "Ed25519":
+        raise KeyAccessError(f"{what}: key {kid!r} is not an Ed25519 key")
+    _check_use(doc, kid, "sig", {"sign", "verify"}, what)
+    public = bytes(_decode(doc.get("x"), _ED25519, f"{what}: member x of key {kid!r}"))
+    if "d" not in doc:
+        return VerifyKey(kid, public)
+    key = SigningKey(kid, Secret(_decode(doc["d"], _ED25519, f"{what}: member d of key {kid!r}")))
+    if key.verify_key().public != public:
+        raise KeyAccessError(f"{what}: key {kid!r}: x is not the public half of d")
+    return key
+
+
+def _check_use(doc: Mapping[str, Any], kid: str, use: str, ops: set[str], what: str) -> None:
+    key_ops = doc.get("key_ops", [])
+    if doc.get("use", use) != use or not isinstance(key_ops, list) or not all(op in ops for op in key_ops):
+        raise KeyAccessError(f"{what}: key {kid!r} is not meant for this use")
+
+
+def _decode(text: Any, length: int, what: str) -> bytearray:
+    if not isinstance(text, str):
+        raise KeyAccessError(f"{what} is missing or not a string")
+    # One decoder for both alphabets; a text that mixes them or has stray characters is refused by validate.
+    padded = text.rstrip("=").replace("-", "+").replace("_", "/")
+    try:
+        data = bytearray(base64.b64decode(padded + "=" * (-len(padded) % 4), validate=True))
+    except (binascii.Error, ValueError):
+        raise KeyAccessError(f"{what} is not base64") from None
+    if len(data) != length:
+        raise KeyAccessError(f"{what} has {len(data)} bytes instead of {length}")
+    return data
+
+
+def _b64url(data: bytes | memoryview) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")

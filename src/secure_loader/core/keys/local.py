@@ -1,0 +1,177 @@
+"""Master and signing keys in files, folders and environment variables of this machine."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from ...errors import KeyAccessError, SourceError
+from ..source import FileSource
+from .jwk import Jwk, MasterKey, SigningKey, parse_keys
+from .provider import KeyRequest, LocalUnwrapper, Unwrapper
+
+MAX_KEY_FILE = 64 * 1024
+_SUFFIXES = (".json", ".jwk", ".jwks")
+
+_K = TypeVar("_K", MasterKey, SigningKey)
+_env_lock = threading.Lock()
+_env_seen: dict[str, list[Jwk]] = {}
+
+
+class FileProvider:
+    """Private JWK files, and folders of them."""
+
+    def resolve(self, reference: str, request: KeyRequest) -> Unwrapper | None:
+        """See :meth:`core.keys.provider.KeyProvider.resolve`; ``reference`` is a path or the rest of a file URI."""
+        return _pick(read_keys(path_of(reference)), request)
+
+
+class EnvProvider:
+    """A JWK or JWK set in an environment variable.
+
+    The variable is removed once it was read, so that child processes and crash reports do not inherit it; this
+    process remembers the key. Give long-lived children a file instead.
+    """
+
+    def resolve(self, reference: str, request: KeyRequest) -> Unwrapper | None:
+        """See :meth:`core.keys.provider.KeyProvider.resolve`; ``reference`` is the variable's name."""
+        with _env_lock:
+            text = os.environ.pop(reference, None)
+            if text is not None:
+                _env_seen[reference] = parse_keys(text, f"environment variable {reference}")
+            keys = _env_seen.get(reference)
+        if keys is None:
+            raise KeyAccessError(
+                f"environment variable {reference} is not set",
+                hint="it is removed once it was read; a child process needs the key in a file",
+            )
+        return _pick(keys, request)
+
+
+def _pick(keys: list[Jwk], request: KeyRequest) -> Unwrapper | None:
+    hits = [k for k in keys if k.kid == request.kid]
+    if not hits:
+        return None
+    if len({type(k) for k in hits}) > 1 or not isinstance(hits[0], MasterKey):
+        raise KeyAccessError(f"the key with kid {request.kid!r} is not a symmetric key")
+    unwrappers = [LocalUnwrapper(k, request) for k in hits if isinstance(k, MasterKey)]
+    if any(u.secret.reveal() != unwrappers[0].secret.reveal() for u in unwrappers):
+        raise KeyAccessError(f"two different keys go by the kid {request.kid!r}", hint="rename or remove one of them")
+    return unwrappers[0]
+
+
+def path_of(reference: str) -> Path:
+    """The local path of a plain path or of what follows ``file:``.
+
+    Raises:
+        KeyAccessError: A file URI with a host or escapes, or ``..`` in the path.
+    """
+    text = reference
+    if text.startswith("//"):
+        host, slash, rest = text[2:].partition("/")
+        if host or not slash:
+            raise KeyAccessError(f"key reference file:{reference}: a host is not allowed")
+        text = "/" + rest
+    if "\0" in text or "%" in text:
+        raise KeyAccessError(f"key reference {reference!r}: escapes are not allowed")
+    path = Path(text).expanduser()
+    if ".." in path.parts:
+        raise KeyAccessError(f"key reference {reference!r}: '..' is not allowed")
+    return path
+
+
+def read_keys(path: Path) -> list[Jwk]:
+    """All keys of a JWK file, or of the JWK files of a folder.
+
+    Raises:
+        KeyAccessError: Missing, kept carelessly, or malformed.
+    """
+    if path.is_dir():
+        return [key for file in sorted(_key_files(path)) for key in _read_file(file)]
+    return _read_file(path)
+
+
+def find_signing_key(paths: list[Path], name: str | None = None) -> SigningKey:
+    """The one signing key of some key files and folders.
+
+    Args:
+        paths: Files and folders; missing ones count as empty.
+        name: kid, or the NAME that ``keygen NAME`` was given; None takes the only one there is.
+
+    Raises:
+        KeyAccessError: None or several.
+    """
+    hits = [k for k in _all(paths, name) if isinstance(k, SigningKey)]
+    return _only(hits, "signing key", name)
+
+
+def find_master_key(paths: list[Path], name: str | None = None) -> MasterKey:
+    """The one master key of some key files and folders; as :func:`find_signing_key`."""
+    hits = [k for k in _all(paths, name) if isinstance(k, MasterKey)]
+    return _only(hits, "master key", name)
+
+
+def _all(paths: list[Path], name: str | None) -> Iterator[Jwk]:
+    for path in paths:
+        if not path.exists():
+            continue
+        files = sorted(_key_files(path)) if path.is_dir() else [path]
+        for file in files:
+            # `keygen NAME` writes NAME.enc.jwk and NAME.sign.jwk.
+            named = name is not None and file.name in (f"{name}.enc.jwk", f"{name}.sign.jwk")
+            for key in _read_file(file):
+                if name is None or named or key.kid == name:
+                    yield key
+
+
+def _only(hits: list[_K], what: str, name: str | None) -> _K:
+    kids = sorted({k.kid for k in hits})
+    if len(kids) == 1:
+        return hits[0]
+    wanted = f" named {name!r}" if name else ""
+    if not kids:
+        raise KeyAccessError(f"there is no {what}{wanted}", hint="make one with: secure-loader keygen NAME")
+    raise KeyAccessError(f"there are several {what}s: {', '.join(kids)}", hint="say which one with --key NAME")
+
+
+def _key_files(folder: Path) -> Iterator[Path]:
+    for entry in folder.iterdir():
+        if entry.suffix in _SUFFIXES and not entry.name.startswith("."):
+            yield entry
+
+
+def _read_file(path: Path) -> list[Jwk]:
+    check_private(path)
+    try:
+        with FileSource(path) as source:
+            if source.size > MAX_KEY_FILE:
+                raise KeyAccessError(f"key file is larger than {MAX_KEY_FILE} bytes", path=path)
+            data = bytearray(source.size)
+            source.read_into([memoryview(data)], 0)
+    except SourceError as e:
+        raise KeyAccessError(f"key file {e.message}", path=path) from None
+    return parse_keys(bytes(data), str(path))
+
+
+def check_private(path: Path) -> None:
+    """Refuse a key file that others could have read or replaced.
+
+    Raises:
+        KeyAccessError: Missing, a link, not a regular file, of another owner, or readable by others.
+    """
+    try:
+        info = os.lstat(path)
+    except OSError as e:
+        raise KeyAccessError(f"key file cannot be read: {e.strerror}", path=path) from None
+    if not stat.S_ISREG(info.st_mode):
+        raise KeyAccessError("key file is a link or not a regular file", path=path)
+    if info.st_uid not in (0, os.geteuid()):
+        raise KeyAccessError("key file belongs to another user", path=path)
+    if info.st_mode & 0o077:
+        raise KeyAccessError(
+            f"key file can be read by others (mode {stat.S_IMODE(info.st_mode):04o})", path=path, hint=f"chmod 600 {path}"
+        )

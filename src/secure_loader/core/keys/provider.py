@@ -1,0 +1,201 @@
+"""The provider protocol: how a wrapped key meets whoever can unwrap it.
+
+A provider never hands out a master key; it resolves a request to an :class:`Unwrapper`, so that a key that stays in a
+KMS or an HSM fits as well as one in a file. Providers are found by the entry-point group
+``secure_loader.key_providers``; the entry point's name is the scheme of the references it serves (``file:…``,
+``env:…``). One is imported only when a reference that the operator configured names its scheme.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from ...errors import AuthenticationError, ConfigError, KeyAccessError
+from ..aead import Algorithm, unwrap_key
+from ..secrets import Secret
+from .jwk import MasterKey
+
+ENTRY_POINTS = "secure_loader.key_providers"
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedKey:
+    """One DEK as the file carries it: ciphertext, nonce and tag of its wrapping."""
+
+    wrapped: bytes
+    iv: bytes
+    tag: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRequest:
+    """What a verified file asks for.
+
+    Attributes:
+        kid: Name of the master key.
+        algorithm: The AEAD that wrapped the DEKs.
+        model_id: What the signer calls the model, or None in files without profile.
+        file_id: Salt of the key check value, or None.
+        kcv: Key check value, or None.
+    """
+
+    kid: str
+    algorithm: Algorithm
+    model_id: str | None = None
+    file_id: bytes | None = None
+    kcv: bytes | None = None
+
+
+class Unwrapper(Protocol):
+    """Unwraps DEKs under one master key, many at a time."""
+
+    def unwrap_many(self, keys: Sequence[WrappedKey]) -> list[Secret]:
+        """The DEKs, in order.
+
+        Raises:
+            KeyAccessError: This is not the key that wrapped them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Forget whatever was held."""
+        ...
+
+
+class KeyProvider(Protocol):
+    """Finds a master key behind references of one scheme."""
+
+    def resolve(self, reference: str, request: KeyRequest) -> Unwrapper | None:
+        """An unwrapper for the request, or None when this reference does not know the ``kid``.
+
+        Args:
+            reference: Everything behind ``scheme:``.
+            request: What is asked for.
+
+        Raises:
+            KeyAccessError: The reference cannot be used at all, or holds an unsuitable key of that name.
+        """
+        ...
+
+
+class LocalUnwrapper:
+    """Unwraps with a master key in this process's memory.
+
+    Args:
+        key: The master key.
+        request: Checked against the key: algorithm, and key check value where the file has one.
+
+    Raises:
+        KeyAccessError: The key is for another algorithm, or is not the one the file was encrypted with.
+    """
+
+    def __init__(self, key: MasterKey, request: KeyRequest) -> None:
+        if key.algorithm != request.algorithm:
+            raise KeyAccessError(
+                f"master key {key.kid!r} is for {key.algorithm.name}, the file is encrypted with "
+                f"{request.algorithm.name}"
+            )
+        if request.kcv is not None and request.file_id is not None:
+            if not hmac.compare_digest(key_check_value(key.secret, request.file_id), request.kcv):
+                raise KeyAccessError(
+                    f"the key named {key.kid!r} is not the one that encrypted the file (key check value differs)",
+                    hint="another key goes by the same name; use the publisher's",
+                )
+        self._key = key
+
+    @property
+    def secret(self) -> Secret:
+        """The master key; for telling two keys of one name apart."""
+        return self._key.secret
+
+    def unwrap_many(self, keys: Sequence[WrappedKey]) -> list[Secret]:
+        """See :meth:`Unwrapper.unwrap_many`."""
+        cipher = self._key.algorithm.cipher(self._key.secret)
+        try:
+            return [unwrap_key(cipher, k.iv, k.wrapped, k.tag) for k in keys]
+        except AuthenticationError:
+            raise KeyAccessError(f"master key {self._key.kid!r} does not unwrap the keys of this file") from None
+
+    def close(self) -> None:
+        """The key belongs to whoever made it; nothing is held here."""
+
+
+class KeyRing:
+    """All the places where this process may look for master keys.
+
+    Args:
+        sources: References (``file:/path``, ``env:NAME``, ``scheme:…``, or a plain path) and :class:`MasterKey` objects.
+    """
+
+    def __init__(self, sources: Iterable[str | MasterKey]) -> None:
+        self._sources = tuple(sources)
+
+    def __repr__(self) -> str:
+        return f"<KeyRing of {len(self._sources)} sources>"
+
+    def resolve(self, request: KeyRequest) -> Unwrapper:
+        """The unwrapper for a request.
+
+        Raises:
+            KeyAccessError: No source knows the kid, or two different keys go by it.
+        """
+        found: list[Unwrapper] = []
+        for source in self._sources:
+            if isinstance(source, MasterKey):
+                hit: Unwrapper | None = LocalUnwrapper(source, request) if source.kid == request.kid else None
+            else:
+                scheme, rest = split_reference(source)
+                hit = provider(scheme).resolve(rest, request)
+            if hit is not None:
+                found.append(hit)
+        if not found:
+            searched = ", ".join(s if isinstance(s, str) else f"key {s.kid!r}" for s in self._sources) or "nowhere"
+            raise KeyAccessError(
+                f"no master key with kid {request.kid!r} (searched: {searched})",
+                hint="put the key's JWK file into SECURE_LOADER_HOME/keys, or name it in SECURE_LOADER_KEYS",
+            )
+        _refuse_ambiguous(found, request.kid)
+        return found[0]
+
+
+def _refuse_ambiguous(found: Sequence[Unwrapper], kid: str) -> None:
+    local = [u.secret.reveal() for u in found if isinstance(u, LocalUnwrapper)]
+    if len(found) > 1 and (len(local) < len(found) or any(not hmac.compare_digest(local[0], s) for s in local[1:])):
+        raise KeyAccessError(f"two different keys go by the kid {kid!r}", hint="rename or remove one of them")
+
+
+def split_reference(reference: str) -> tuple[str, str]:
+    """Scheme and rest of a key reference; a plain path is a ``file:`` reference."""
+    scheme, colon, rest = reference.partition(":")
+    if not colon or "/" in scheme or not scheme.isidentifier():
+        return "file", reference
+    return scheme.lower(), rest
+
+
+def provider(scheme: str) -> KeyProvider:
+    """The provider that serves a scheme.
+
+    Raises:
+        ConfigError: Nobody serves it.
+    """
+    hits = list(entry_points(group=ENTRY_POINTS, name=scheme))
+    if not hits:
+        known = sorted({e.name for e in entry_points(group=ENTRY_POINTS)})
+        raise ConfigError(f"no key provider serves {scheme!r}: references; there are {', '.join(known)}")
+    if len(hits) > 1:
+        raise ConfigError(f"{len(hits)} key providers claim the scheme {scheme!r}")
+    made: KeyProvider = hits[0].load()()
+    return made
+
+
+def key_check_value(master: Secret, file_id: bytes) -> bytes:
+    """16 bytes that tell a wrong master key before any tensor is touched, and say nothing else about it."""
+    kdf = HKDF(algorithm=hashes.SHA256(), length=16, salt=file_id, info=b"secure_loader kcv v1")
+    return kdf.derive(bytes(master.reveal()))

@@ -1,0 +1,156 @@
+"""New keys for an encrypted model: DEKs are wrapped again, headers signed again, the payload is copied as it is."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import ConfigError
+from . import envelope as env
+from . import header as hdr
+from .aead import NONCE_BYTES, wrap_key
+from .archive import TensorFile, unwrap_deks
+from .atomic import atomic_file, pwrite_all
+from .checkpoint import Checkpoint
+from .copying import copy_file, copy_range
+from .keys.jwk import MasterKey, SigningKey
+from .keys.provider import key_check_value
+from .report import Advance, progress_bar
+from .seal import Publication
+from .session import KeySources, Session, TrustSources
+from .staging import discard, staged_folder
+from .writer import ModelReport, resolve_master, resolve_signing, write_manifest
+
+
+def rewrap_model(
+    path: str | os.PathLike[str],
+    *,
+    key: str | MasterKey | None = None,
+    signing_key: str | SigningKey | None = None,
+    keys: KeySources | None = None,
+    trust: TrustSources | None = None,
+    release: int | None = None,
+    progress: bool | None = None,
+) -> ModelReport:
+    """Put a model folder under another master key, and sign it again.
+
+    The folder is rebuilt beside itself, sharing blocks where the file system can, and swapped in when complete; until
+    then the old one stays as it is. Tensor bytes are not decrypted.
+
+    Args:
+        path: An encrypted folder.
+        key: The new master key, as for :func:`core.writer.encrypt_model`; for the same algorithm as the old one.
+        signing_key: Who signs from now on.
+        keys: Where the old master key is.
+        trust: Whom to trust with the old signature.
+        release: The new release; None keeps the old one.
+        progress: Show a bar; None decides by the terminal.
+
+    Raises:
+        SecureLoaderError: As loading the model would; WriteError; ConfigError for a key of another algorithm.
+    """
+    started = time.perf_counter()
+    folder = Path(path).absolute()
+    checkpoint = Checkpoint(folder, Session(keys=keys, trust=trust))
+    manifest = checkpoint.manifest
+    if manifest is None:
+        raise ConfigError("is not an encrypted folder", path=folder)
+    publication = Publication(
+        master=resolve_master(key),
+        signing=resolve_signing(signing_key, key),
+        model_id=manifest.model_id,
+        release=manifest.release if release is None else release,
+        created=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+    shards = checkpoint.shards()
+    total = sum(manifest.files[n].nbytes for n in shards)
+    tensors = encrypted = 0
+    with (
+        staged_folder(folder, fingerprint={"rewrap": secrets.token_hex(8)}, force=True) as staging,
+        progress_bar(total, f"Rewrapping {folder.name}", show=progress) as advance,
+    ):
+        try:
+            for name in manifest.files:
+                target = staging.folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if name not in shards:
+                    copy_file(folder / name, target)
+                    continue
+                file = checkpoint.open(name)
+                with file.source:
+                    rewrap_file(file, target, publication, checkpoint.session, advance)
+                    tensors += len(file.header.tensors)
+                    encrypted += len(file.envelope.records) if file.envelope else 0
+            write_manifest(staging.folder, manifest.weights, publication)
+        except BaseException:
+            discard(folder)
+            raise
+    return ModelReport(
+        folder=str(folder),
+        model_id=publication.model_id,
+        release=publication.release,
+        shards=len(shards),
+        tensors=tensors,
+        encrypted=encrypted,
+        tensor_bytes=total,
+        files=len(manifest.files) - len(shards),
+        left_out=(),
+        reused_shards=0,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def rewrap_file(file: TensorFile, target: Path, publication: Publication, session: Session, advance: Advance) -> None:
+    """Write a copy of a verified file with its DEKs under the publication's master key.
+
+    Raises:
+        ConfigError: The file has no profile 1, or the new key is for another algorithm.
+        KeyAccessError: The old master key is missing or wrong.
+        WriteError: Disk full.
+    """
+    envelope, header = file.envelope, file.header
+    if envelope is None or envelope.profile is None:
+        raise ConfigError("has no profile 1; encrypt it with secure-loader first", path=file.source.path)
+    if envelope.algorithm != publication.algorithm:
+        raise ConfigError(
+            f"the new master key is for {publication.algorithm.name}, the file uses {envelope.algorithm.name}",
+            path=file.source.path,
+        )
+    deks = unwrap_deks(envelope, session.keys, file.source.path)
+    master = publication.algorithm.cipher(publication.master.secret)
+    records, nonces = {}, set()
+    for name, record in envelope.records.items():
+        iv = secrets.token_bytes(NONCE_BYTES)
+        while iv in nonces:
+            iv = secrets.token_bytes(NONCE_BYTES)
+        nonces.add(iv)
+        with deks[name] as dek:
+            wrapped, tag = wrap_key(master, iv, dek)
+        records[name] = replace(record, wrapped_key=wrapped, key_iv=iv, key_tag=tag)
+    profile = replace(
+        envelope.profile,
+        kcv=key_check_value(publication.master.secret, envelope.profile.file_id),
+        release=publication.release,
+        created=publication.created,
+    )
+    fresh = replace(
+        envelope,
+        records=records,
+        profile=profile,
+        enc=env.KeyHint(publication.master.kid, publication.algorithm.name, "oct"),
+        sign=env.KeyHint(publication.signing.kid, "ed25519", "okp"),
+    )
+    ours = {env.CRYPTO_KEYS, env.ENCRYPTION, env.POLICY, env.SIGNATURE, env.PROFILE}
+    metadata = {k: v for k, v in header.metadata.items() if k not in ours} | env.metadata(fresh)
+    infos = list(header.tensors.values())
+    signature = publication.signing.sign(hdr.canonical_json(metadata, infos))
+    signed = hdr.canonical_json(metadata | {env.SIGNATURE: env.base64_text(signature)}, infos)
+    prefix = hdr.file_prefix(signed)
+    with atomic_file(target) as fd:
+        copy_range(file.source, fd, header.body_start, len(prefix), header.body_bytes)
+        pwrite_all(fd, memoryview(prefix), 0)
+    advance(file.source.size)

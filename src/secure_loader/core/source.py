@@ -1,0 +1,150 @@
+"""Where bytes come from: a regular file, read by ``pread`` into memory that is ours.
+
+Bytes are authenticated only after they were copied into private memory. A mapping that another process can write may
+change between the check and the use: that was reproduced against AES-GCM (docs/adr/0002).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from types import TracebackType
+
+from ..errors import FormatError, MissingFileError, ReadError, SourceError
+from . import header as hdr
+from . import strict_json
+
+_PIECE = 1 << 20
+# A header beyond this is scanned once before any of it is kept, so that a hostile one costs time but no memory.
+_KEEP_UNSCANNED = 8 << 20
+
+
+class FileSource:
+    """A regular file, open for positioned reads from any thread.
+
+    Symbolic links are followed (the hub cache is made of them), once, at opening; what is then open stays open.
+
+    Args:
+        path: The file.
+
+    Raises:
+        MissingFileError: No such file.
+        SourceError: Not a regular file, or not readable.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._fd = -1
+        try:
+            # O_NONBLOCK: opening a FIFO must not hang before fstat can tell what it is.
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            info = os.fstat(self._fd)
+        except (FileNotFoundError, NotADirectoryError):
+            raise MissingFileError("no such file", path=self.path) from None
+        except ValueError:
+            raise SourceError("is not a usable path", path=repr(self.path)) from None
+        except OSError as e:
+            raise SourceError(f"cannot be opened: {e.strerror}", path=self.path) from None
+        if not stat.S_ISREG(info.st_mode):
+            self.close()
+            raise SourceError("is not a regular file", path=self.path)
+        self.size = info.st_size
+
+    def fileno(self) -> int:
+        """The descriptor, for mapping."""
+        return self._fd
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill ``buffers``, one after the other, from ``offset`` on.
+
+        Raises:
+            ReadError: The file ends early (it shrank since it was opened), or the system reports an error.
+        """
+        todo = list(buffers)
+        while todo:
+            try:
+                n = os.preadv(self._fd, todo[:512], offset)
+            except OSError as e:
+                raise ReadError(f"read failed at byte {offset:,}: {e.strerror}", path=self.path) from None
+            if n == 0 and any(len(b) for b in todo):
+                raise ReadError(
+                    f"ends at byte {offset:,}, where more was due: truncated since it was opened", path=self.path
+                )
+            offset += n
+            while todo and n >= len(todo[0]):
+                n -= len(todo.pop(0))
+            if n:
+                todo[0] = todo[0][n:]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """``length`` bytes from ``offset``."""
+        data = bytearray(length)
+        self.read_into([memoryview(data)], offset)
+        return bytes(data)
+
+    def close(self) -> None:
+        """Close the file; harmless when done twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> FileSource:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0 and os is not None:
+            self.close()
+
+
+def read_header(source: FileSource) -> hdr.Header:
+    """Read and parse the header of an open file.
+
+    Raises:
+        FormatError: As :func:`core.header.parse_length` and :func:`core.header.parse`.
+        ReadError: As :meth:`FileSource.read_into`.
+    """
+    try:
+        n = hdr.parse_length(source.read(0, min(hdr.LENGTH.size, source.size)), source.size)
+        if n > _KEEP_UNSCANNED:
+            _scan(source, n)
+        raw = bytearray(n)
+        _scan(source, n, keep=memoryview(raw))
+        return hdr.parse(bytes(raw), source.size - hdr.LENGTH.size - n)
+    except FormatError as e:
+        if e.path is not None:
+            raise
+        raise type(e)(e.message, hint=e.hint, path=source.path, tensor=e.tensor) from None
+
+
+def _scan(source: FileSource, n: int, keep: memoryview | None = None) -> None:
+    scanner = strict_json.Scanner()
+    scratch = memoryview(bytearray(min(_PIECE, n)))
+    for start in range(0, n, _PIECE):
+        length = min(_PIECE, n - start)
+        view = scratch[:length] if keep is None else keep[start : start + length]
+        source.read_into([view], hdr.LENGTH.size + start)
+        scanner.feed(bytes(view))
+    scanner.finish()
+
+
+def read_small_file(path: str, limit: int) -> bytes:
+    """The bytes of a small regular file.
+
+    Raises:
+        MissingFileError: No such file.
+        SourceError: Not a regular file, not readable, or larger than ``limit`` bytes.
+    """
+    with FileSource(path) as source:
+        if source.size > limit:
+            raise SourceError(f"is {source.size:,} bytes long; at most {limit:,} are allowed", path=path)
+        return source.read(0, source.size)
+
+
+def is_out_of_space(error: OSError) -> bool:
+    """Whether a write failed because the disk, quota or file size limit is used up."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

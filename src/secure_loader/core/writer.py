@@ -1,0 +1,361 @@
+"""Encrypting a model folder: streaming, atomic, resumable."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import ConfigError, MissingFileError, SecureLoaderError
+from . import envelope as env
+from . import header as hdr
+from . import index, strict_json
+from . import manifest as mf
+from .aead import CHUNK_SIZE
+from .archive import public_metadata
+from .atomic import write_bytes
+from .copying import copy_file
+from .home import keys_dir
+from .keys.jwk import MasterKey, SigningKey
+from .keys.local import find_master_key, find_signing_key
+from .report import Advance, progress_bar
+from .seal import PlainTensor, Publication, write_file
+from .session import Session
+from .source import FileSource, read_header
+from .staging import Staging, staged_folder
+from .trust import TrustedSigner, TrustStore
+
+# Weights in other formats would lie beside the encrypted ones in clear.
+PLAINTEXT_WEIGHTS = frozenset(
+    ".bin .pt .pth .ckpt .gguf .ggml .h5 .msgpack .onnx .onnx_data .npz .npy .pkl .pickle .joblib .tflite .ot .mlmodel".split()
+)
+_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_SECURE_SHARD = re.compile(r"model\.secure(-\d+-of-\d+)?\.safetensors")
+_INDEX, _SECURE_INDEX = "model.safetensors.index.json", "model.safetensors.index.secure.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What was done to a model folder.
+
+    Attributes:
+        folder: The new folder.
+        model_id: As signed.
+        release: As signed.
+        shards: Number of safetensors files.
+        tensors: Number of tensors.
+        encrypted: How many of them are encrypted.
+        tensor_bytes: Their size in all.
+        files: Number of other files that were copied and signed.
+        left_out: Files that were not taken over, because they hold weights in another format.
+        reused_shards: Shards that an interrupted run had finished.
+        seconds: Wall time.
+    """
+
+    folder: str
+    model_id: str
+    release: int
+    shards: int
+    tensors: int
+    encrypted: int
+    tensor_bytes: int
+    files: int
+    left_out: tuple[str, ...]
+    reused_shards: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _FileTensor:
+    """Bytes of a tensor in a plain file."""
+
+    source: FileSource
+    offset: int
+
+    def read_into(self, out: memoryview, start: int) -> None:
+        self.source.read_into([out], self.offset + start)
+
+
+def encrypt_model(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    key: str | MasterKey | None = None,
+    signing_key: str | SigningKey | None = None,
+    model_id: str | None = None,
+    release: int = 1,
+    version: str = "2",
+    chunk_size: int = CHUNK_SIZE,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    keep_names: bool = False,
+    force: bool = False,
+    progress: bool | None = None,
+) -> ModelReport:
+    """Encrypt and sign a model folder.
+
+    Shard by shard in bounded memory; the new folder appears when it is complete. A run that was killed is completed by
+    the next one with the same arguments, without redoing finished shards.
+
+    Args:
+        src: A folder as ``save_pretrained`` writes it. It is only read.
+        dst: The new folder.
+        key: Master key: a NAME given to ``keygen``, a kid, or the key; None takes the only one in the home folder.
+        signing_key: Likewise; None takes the one that goes with ``key``, or the only one.
+        model_id: What the trust store matches; None takes the folder's name.
+        release: Grows with every publication; loading remembers the highest and refuses older ones.
+        version: CryptoTensors version, ``"2"`` or ``"1"``.
+        chunk_size: Bytes per chunk, a power of two from 64 KiB to 16 MiB.
+        include: Encrypt only tensors whose names match one of these shell patterns; none means all.
+        exclude: Leave tensors that match in clear (signed all the same).
+        keep_names: Keep ``model.safetensors`` instead of upstream's variant ``model.secure.safetensors``. Readers that
+            do not know encryption then find the file and load noise.
+        force: Replace a model folder at ``dst``.
+        progress: Show a bar; None decides by the terminal.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ConfigError: Encrypted already, a pattern that matches nothing, nothing to encrypt.
+        KeyAccessError: No key, or several to choose from.
+        FormatError: A source file is malformed.
+        WriteError: Destination in use, disk full.
+    """
+    started = time.perf_counter()
+    source, target = Path(src).absolute(), Path(dst).absolute()
+    publication = Publication(
+        master=resolve_master(key),
+        signing=resolve_signing(signing_key, key),
+        model_id=source.resolve().name if model_id is None else model_id,
+        release=release,
+        version=version,
+        chunk_size=chunk_size,
+    )
+    check_apart(source, target)
+    plan = _survey(source, keep_names=keep_names)
+    sealed = _choose(plan, include, exclude)
+    fingerprint = {
+        "files": [[n, (source / n).stat().st_size, (source / n).stat().st_mtime_ns] for n in plan.everything],
+        "keys": [publication.master.kid, publication.signing.verify_key().thumbprint()],
+        "settings": [publication.model_id, release, version, chunk_size, keep_names],
+        "sealed": hashlib.sha256("\0".join(sorted(sealed)).encode()).hexdigest(),
+    }
+    with staged_folder(target, fingerprint=fingerprint, force=force) as staging:
+        publication, reused = _resume(staging, publication)
+        total = sum(h.body_bytes for h in plan.headers.values())
+        with progress_bar(total, f"Encrypting {source.name}", show=progress) as advance:
+            done = _write_shards(source, staging, plan, sealed, publication, reused, advance)
+        _write_others(source, staging.folder, plan)
+        write_manifest(staging.folder, plan.weights, publication)
+    return ModelReport(
+        folder=str(target),
+        model_id=publication.model_id,
+        release=release,
+        shards=len(plan.headers),
+        tensors=sum(len(h.tensors) for h in plan.headers.values()),
+        encrypted=len(sealed),
+        tensor_bytes=total,
+        files=len(plan.others) + (plan.index is not None),
+        left_out=tuple(plan.left_out),
+        reused_shards=done,
+        seconds=time.perf_counter() - started,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A source folder, surveyed.
+
+    Attributes:
+        headers: By path, of every safetensors file.
+        names: Path in the new folder, by path in the source.
+        index: Path of the root index, or None.
+        weights: Tensor to shard, both as in the new folder, for the root checkpoint.
+        others: Files that are copied.
+        left_out: Weights in other formats.
+    """
+
+    headers: dict[str, hdr.Header]
+    names: dict[str, str]
+    index: str | None
+    weights: dict[str, str]
+    others: list[str]
+    left_out: list[str]
+
+    @property
+    def everything(self) -> list[str]:
+        """All files that are read."""
+        return sorted([*self.headers, *self.others, *([self.index] if self.index else [])])
+
+
+def _survey(source: Path, *, keep_names: bool) -> _Plan:
+    if not source.is_dir():
+        raise MissingFileError("no such folder", path=source)
+    files = list(mf.list_files(source))
+    if mf.MANIFEST in files:
+        raise ConfigError("is encrypted already", path=source)
+    headers: dict[str, hdr.Header] = {}
+    others, left_out = [], []
+    for name in files:
+        if not (source / name).is_file():
+            raise ConfigError(f"{name} is a link to a folder, or no regular file", path=source)
+        if name.endswith(".safetensors"):
+            with FileSource(source / name) as opened:
+                headers[name] = read_header(opened)
+            if env.is_encrypted(headers[name]):
+                raise ConfigError("is encrypted already", path=source / name)
+        elif Path(name).suffix in PLAINTEXT_WEIGHTS or ".pytorch" in name:
+            left_out.append(name)
+        else:
+            others.append(name)
+    if not headers:
+        raise ConfigError("holds no safetensors files", path=source, hint="save it with save_pretrained first")
+    root = [name for name in headers if "/" not in name]
+    names = {name: name if keep_names else secure_name(name) for name in headers}
+    found = index.find(source, root)
+    if found is None:
+        main = "model.safetensors" if "model.safetensors" in root else root[0] if len(root) == 1 else None
+        return _Plan(headers, names, None, dict.fromkeys(headers[main].tensors, names[main]) if main else {}, others, left_out)
+    path, weight_map = found
+    for tensor, shard in weight_map.items():
+        if tensor not in headers[shard].tensors:
+            raise ConfigError(f"{path.name} says that {shard} holds {tensor!r}, but it does not", path=source)
+    others.remove(path.name)
+    names[path.name] = path.name if keep_names else _rename(path.name, {_INDEX: _SECURE_INDEX})
+    return _Plan(headers, names, path.name, {t: names[s] for t, s in weight_map.items()}, others, left_out)
+
+
+def secure_name(name: str) -> str:
+    """Upstream's variant name of a root checkpoint file: ``model.secure.safetensors``; other names are kept."""
+    found = _SHARD.fullmatch(name)
+    return f"model.secure{found[1] or ''}.safetensors" if found else name
+
+
+def plain_name(name: str) -> str:
+    """The inverse of :func:`secure_name`, for shards and the index."""
+    found = _SECURE_SHARD.fullmatch(name)
+    return f"model{found[1] or ''}.safetensors" if found else _rename(name, {_SECURE_INDEX: _INDEX})
+
+
+def _rename(name: str, names: Mapping[str, str]) -> str:
+    return names.get(name, name)
+
+
+def _choose(plan: _Plan, include: Sequence[str], exclude: Sequence[str]) -> set[str]:
+    """``shard/tensor`` keys of the tensors to be sealed."""
+    names = {tensor for h in plan.headers.values() for tensor in h.tensors}
+    for pattern in (*include, *exclude):
+        if not fnmatch.filter(names, pattern):
+            near = sorted(names)[:3]
+            raise ConfigError(f"pattern {pattern!r} matches no tensor; names look like {', '.join(near)}")
+    chosen = {n for n in names if not include or any(fnmatch.fnmatchcase(n, p) for p in include)}
+    chosen -= {n for n in names if any(fnmatch.fnmatchcase(n, p) for p in exclude)}
+    sealed = {
+        f"{shard}/{t.name}"
+        for shard, h in plan.headers.items()
+        for t in h.tensors.values()
+        if t.name in chosen and t.nbytes
+    }
+    if not sealed:
+        raise ConfigError("nothing is left to encrypt: the patterns leave every tensor in clear")
+    return sealed
+
+
+def _resume(staging: Staging, publication: Publication) -> tuple[Publication, bool]:
+    if staging.resumed is not None and isinstance(staging.resumed.get("created"), str):
+        return replace(publication, created=staging.resumed["created"]), True
+    staging.remember({"created": publication.created})
+    return publication, False
+
+
+def _write_shards(
+    source: Path,
+    staging: Staging,
+    plan: _Plan,
+    sealed: set[str],
+    publication: Publication,
+    resumed: bool,
+    advance: Advance,
+) -> int:
+    """Write the shards that are not there yet; returns how many were."""
+    mine = TrustStore([TrustedSigner("self", publication.signing.verify_key())])
+    session = Session(keys=publication.master, trust=mine)
+    reused = 0
+    for i, (name, header) in enumerate(sorted(plan.headers.items()), 1):
+        target = staging.folder / plan.names[name]
+        if resumed and _is_finished(target, header, session):
+            reused += 1
+            advance(header.body_bytes)
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileSource(source / name) as opened:
+            tensors = [
+                PlainTensor(
+                    t.name,
+                    t.dtype,
+                    t.shape,
+                    t.nbytes,
+                    _FileTensor(opened, header.body_start + t.start),
+                    encrypt=f"{name}/{t.name}" in sealed,
+                )
+                for t in header.tensors.values()
+            ]
+            metadata = public_metadata(header)
+            write_file(target, tensors, metadata, publication, shard=(i, len(plan.headers)), advance=advance)
+    return reused
+
+
+def _is_finished(target: Path, header: hdr.Header, session: Session) -> bool:
+    """Whether an interrupted run completed this shard: it has its name, and its signature is ours."""
+    try:
+        file = session.open_file(target)
+    except SecureLoaderError:
+        return False
+    with file.source:
+        return file.header.tensors.keys() == header.tensors.keys() and file.header.body_bytes == header.body_bytes
+
+
+def _write_others(source: Path, folder: Path, plan: _Plan) -> None:
+    for name in plan.others:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        copy_file(source / name, folder / name)
+    if plan.index is not None:
+        doc = index.load(source / plan.index)
+        doc["weight_map"] = plan.weights
+        text = strict_json.dumps(doc, sort_keys=False)
+        write_bytes(folder / plan.names[plan.index], text.encode())
+
+
+def write_manifest(folder: Path, weights: Mapping[str, str], publication: Publication) -> mf.Manifest:
+    """Describe and sign a folder as it is."""
+    names = [n for n in mf.list_files(folder) if n != mf.MANIFEST]
+    files = {n: mf.digest_of(folder / n, shard=n.endswith(".safetensors")) for n in names}
+    manifest = mf.Manifest(publication.model_id, publication.release, publication.created, files, dict(weights))
+    write_bytes(folder / mf.MANIFEST, manifest.sign(publication.signing))
+    return manifest
+
+
+def check_apart(source: Path, target: Path) -> None:
+    """Raises ConfigError when one folder lies inside the other, or both are the same."""
+    a, b = source.resolve(), target.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise ConfigError("source and destination must be different folders, neither inside the other", path=target)
+
+
+def resolve_master(key: str | MasterKey | None) -> MasterKey:
+    """A master key by NAME, kid or as it is; None takes the only one in the home folder. Raises KeyAccessError."""
+    return key if isinstance(key, MasterKey) else find_master_key([keys_dir()], key)
+
+
+def resolve_signing(signing_key: str | SigningKey | None, key: str | MasterKey | None) -> SigningKey:
+    """A signing key by NAME, kid or as it is; None takes the one made together with ``key``, or the only one."""
+    if isinstance(signing_key, SigningKey):
+        return signing_key
+    together = key if signing_key is None and isinstance(key, str) and (keys_dir() / f"{key}.sign.jwk").exists() else None
+    return find_signing_key([keys_dir()], signing_key or together)
