@@ -110,13 +110,13 @@ def run(command: list[str], home: Path | None = None, *, expect: int = OK, quiet
 def refused(command: list[str], home: Path, code: int) -> None:
     """Run a command that must be refused, and show how it says so."""
     result = run(command, home, expect=code)
-    error = [line for line in result.stderr.strip().splitlines() if line.strip()]
-    if code == PYTHON_ERROR:  # a traceback: its message is what comes after the last indented line
-        error = error[max(n for n, line in enumerate(error) if line.startswith(" ")) + 1 :]
-        if not any("secure_loader" in line for line in error):
-            raise DemoError(f"refused, but not by secure_loader:\n{result.stderr[-4000:]}")
-    elif not any(line.startswith("secure-loader: error:") for line in error):
-        raise DemoError(f"refused without an error message:\n{result.stderr[-4000:]}")
+    # The command line names itself; a traceback ends with the full name of the exception.
+    start = "secure_loader." if code == PYTHON_ERROR else "secure-loader: error:"
+    lines = result.stderr.strip().splitlines()
+    first = next((number for number, line in enumerate(lines) if line.startswith(start)), None)
+    if first is None:
+        raise DemoError(f"refused, but not by secure-loader:\n{result.stderr[-4000:]}")
+    error = lines[first:]
     indent("\n".join(error))
     print(f"  refused (exit code {code})", flush=True)
 
