@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import LoaderConfig as LoaderConfig
     from .core.archive import Archive as Archive
+    from .core.export import decrypt_model as decrypt_model
     from .core.inspection import inspect as inspect
     from .core.inspection import verify as verify
     from .core.keys.jwk import MasterKey as MasterKey
     from .core.keys.jwk import SigningKey as SigningKey
+    from .core.rewrap import rewrap_model as rewrap_model
     from .core.session import Session as Session
     from .core.session import safe_open as safe_open
     from .core.trust import TrustedSigner as TrustedSigner
     from .core.trust import TrustStore as TrustStore
-    from .core.export import decrypt_model as decrypt_model
     from .core.writer import encrypt_model as encrypt_model
-    from .core.rewrap import rewrap_model as rewrap_model
     from .errors import SecureLoaderError as SecureLoaderError
 
 __version__ = "0.1.0"

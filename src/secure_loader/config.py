@@ -81,7 +81,9 @@ class LoaderConfig:
         unknown = sorted(set(options) - known)
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
-        values = {name: _references(name, v) if name in ("keys", "trust") else v for name, v in options.items()}
+        values: dict[str, Any] = {
+            name: _references(name, v) if name in ("keys", "trust") else v for name, v in options.items()
+        }
         return dataclasses.replace(self, **values)
 
 

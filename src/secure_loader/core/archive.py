@@ -6,7 +6,7 @@ import mmap
 import threading
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from ..errors import ConfigError, NotEncryptedError, SecureLoaderError, TensorNameError
 from . import slicing
@@ -296,13 +296,11 @@ class Archive:
         """Let go of the file; slices that were taken keep it open for themselves."""
         self._file = None
 
-    def __enter__(self) -> Archive:
+    def __enter__(self) -> Self:
         self._open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
     def __repr__(self) -> str:

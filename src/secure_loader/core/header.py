@@ -90,7 +90,9 @@ def parse_length(prefix: bytes, file_bytes: int) -> int:
     if n < 2:
         raise FormatError(f"the header claims {n} bytes; not even '{{}}' fits")
     if n > file_bytes - LENGTH.size:
-        raise FormatError(f"the header claims {n:,} bytes but the file has {file_bytes:,}: truncated, or no safetensors")
+        raise FormatError(
+            f"the header claims {n:,} bytes but the file has {file_bytes:,}: truncated, or no safetensors"
+        )
     return n
 
 
@@ -163,7 +165,11 @@ def _check_cover(tensors: list[TensorInfo], body_bytes: int) -> None:
     end = 0
     for t in tensors:
         if t.start != end:
-            raise FormatError(f"starts at byte {t.start}, where {end} was due: a hole or an overlap", tensor=t.name[:200])
+            raise FormatError(
+                f"starts at byte {t.start}, where {end} was due: a hole or an overlap", tensor=t.name[:200]
+            )
         end = t.stop
     if end != body_bytes:
-        raise FormatError(f"the tensors take {end:,} bytes but the body has {body_bytes:,}: truncated, or trailing bytes")
+        raise FormatError(
+            f"the tensors take {end:,} bytes but the body has {body_bytes:,}: truncated, or trailing bytes"
+        )

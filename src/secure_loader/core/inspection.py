@@ -133,7 +133,15 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     where = Path(path)
     if not where.is_dir():
         summary = _summary(where, where.name)
-        return Inspection(str(where), (summary,), {}, False, summary.model_id, summary.release, summary.created)
+        return Inspection(
+            str(where),
+            (summary,),
+            {},
+            has_manifest=False,
+            model_id=summary.model_id,
+            release=summary.release,
+            created=summary.created,
+        )
     names = list(mf.list_files(where))
     files = tuple(_summary(where / n, n) for n in names if n.endswith(".safetensors"))
     others = {n: (where / n).stat().st_size for n in names if not n.endswith(".safetensors") and n != mf.MANIFEST}
@@ -251,7 +259,9 @@ def _check_all(file: TensorFile, advance: Advance) -> None:
     profile = file.profile
     for t in _tensors(file):
         if profile is None:
-            raise FormatError("carries no digests; only files with profile 1 can be verified in full", path=file.source.path)
+            raise FormatError(
+                "carries no digests; only files with profile 1 can be verified in full", path=file.source.path
+            )
         offset = file.header.body_start + t.start
         clear = ClearBytes(file.source, offset, t.nbytes, profile.digests[t.name], profile.digest_chunk_size)
         try:

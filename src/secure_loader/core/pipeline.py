@@ -75,7 +75,7 @@ def decrypt_into(sealed: SealedBytes, cipher: Cipher, out: memoryview, start: in
     if sealed.nbytes == 0:
         # v2 gives an empty tensor one tag all the same; v1 does not.
         if sealed.tags:
-            _open_chunks(sealed, cipher, range(0, 1), memoryview(bytearray()), 0)
+            _open_chunks(sealed, cipher, range(1), memoryview(bytearray()), 0)
         return
     if start == stop:
         return
@@ -96,10 +96,12 @@ def _open_chunks(sealed: SealedBytes, cipher: Cipher, chunks: range, out: memory
     scratch = _scratch(len(chunks) * (step + TAG_BYTES))
     sizes = [min(step, sealed.nbytes - c * step) for c in chunks]
     slots = [scratch[i * (step + TAG_BYTES) :][: n + TAG_BYTES] for i, n in enumerate(sizes)]
-    sealed.source.read_into([s[:n] for s, n in zip(slots, sizes, strict=True) if n], sealed.offset + chunks.start * step)
+    sealed.source.read_into(
+        [s[:n] for s, n in zip(slots, sizes, strict=True) if n], sealed.offset + chunks.start * step
+    )
     if sealed.digests is not None:
         for c, n, slot in zip(chunks, sizes, slots, strict=True):
-            _check_digest(sealed, c * step, slot[:n])
+            check_digests(sealed.digests, sealed.digest_chunk_size, c * step, slot[:n])
     high = low + out.nbytes
     for c, n, slot in zip(chunks, sizes, slots, strict=True):
         slot[n:] = sealed.tags[c * TAG_BYTES : (c + 1) * TAG_BYTES]
@@ -116,11 +118,6 @@ def _open_chunks(sealed: SealedBytes, cipher: Cipher, chunks: range, out: memory
             out[a - low : b - low] = whole[a - first : b - first]
         finally:
             wipe(whole)
-
-
-def _check_digest(sealed: SealedBytes, start: int, stored: memoryview) -> None:
-    assert sealed.digests is not None  # noqa: S101 - narrows the type; the caller has checked
-    check_digests(sealed.digests, sealed.digest_chunk_size, start, stored)
 
 
 def check_digests(digests: bytes, size: int, start: int, stored: memoryview) -> None:
@@ -235,7 +232,7 @@ def threads() -> int:
 
 
 def _executor() -> ThreadPoolExecutor:
-    global _pool
+    global _pool  # noqa: PLW0603 - the pool is the one thing shared by the process
     with _pool_lock:
         if _pool is None:
             _pool = ThreadPoolExecutor(threads(), thread_name_prefix="secure-loader")
@@ -282,15 +279,14 @@ def _fan_out(job: Callable[[_T], None], items: Sequence[_T]) -> None:
                 return
             try:
                 job(item)
-            except BaseException as e:
+            except BaseException as e:  # noqa: BLE001 - raised again below, in the caller's thread
                 failed.append(e)
 
     helpers: list[Future[None]] = []
     try:
-        for _ in range(min(threads(), len(items)) - 1):
-            helpers.append(_executor().submit(work))
+        helpers.extend(_executor().submit(work) for _ in range(min(threads(), len(items)) - 1))
         work()
-    except BaseException as e:  # a signal in this thread, or a pool that shuts down
+    except BaseException as e:  # noqa: BLE001 - a signal in this thread, say; raised again below
         failed.append(e)
     finally:
         # Until every helper is out nobody may wipe or reuse the destination. One that never started is cancelled.
@@ -303,6 +299,4 @@ def _fan_out(job: Callable[[_T], None], items: Sequence[_T]) -> None:
 
 def annotate(error: SecureLoaderError, path: str, tensor: str | None = None) -> SecureLoaderError:
     """The same error, saying where it happened."""
-    return type(error)(
-        error.message, hint=error.hint, path=error.path or path, tensor=error.tensor if error.tensor else tensor
-    )
+    return type(error)(error.message, hint=error.hint, path=error.path or path, tensor=error.tensor or tensor)

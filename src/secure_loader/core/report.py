@@ -10,6 +10,10 @@ from contextlib import contextmanager
 Advance = Callable[[int], None]
 
 
+def no_progress(n: int) -> None:
+    """An :data:`Advance` that shows nothing."""
+
+
 @contextmanager
 def progress_bar(total: int, description: str, *, show: bool | None = None) -> Iterator[Advance]:
     """A byte-counting bar on stderr; silent when that is no terminal.
@@ -26,13 +30,13 @@ def progress_bar(total: int, description: str, *, show: bool | None = None) -> I
         hidden = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in ("1", "ON", "YES", "TRUE")
         show = sys.stderr.isatty() and not hidden
     if not show:
-        yield lambda n: None
+        yield no_progress
         return
-    from tqdm.auto import tqdm  # only where a bar is drawn
+    from tqdm.auto import tqdm
 
     with tqdm(total=total, desc=description, unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr) as bar:
-        yield lambda n: bar.update(n) and None
 
+        def advance(n: int) -> None:
+            bar.update(n)
 
-def no_progress(n: int) -> None:
-    """An :data:`Advance` that shows nothing."""
+        yield advance

@@ -11,7 +11,7 @@ import datetime as dt
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +38,7 @@ from .pipeline import run_jobs
 from .policy import default_policy
 from .report import Advance, no_progress
 from .secrets import Secret, wipe
+from .source import memory_file
 from .types import TensorInfo
 
 NOTICE = "encrypted: load it with secure_loader (loader='secure', --load-format secure); other readers see noise"
@@ -145,17 +146,27 @@ def write_file(
         ConfigError: Reserved metadata names, or a tensor too large for version 1.
         WriteError: Disk full, no permission.
     """
-    reserved = sorted(k for k in metadata if k.startswith("__"))
-    if reserved:
-        raise ConfigError(f"metadata name {reserved[0]!r} is reserved: it begins with '__'")
-    layout = _Layout(_spread_empty(tensors), dict(metadata), publication, shard)
+    layout = _Layout(_spread_empty(tensors), metadata, publication, shard)
     with atomic_file(path, overwrite=overwrite) as fd:
-        os.ftruncate(fd, len(layout.prefix) + layout.body_bytes)
-        run_jobs(lambda piece: _seal_piece(fd, layout, piece, advance), layout.pieces())
-        prefix = layout.finish()
-        if len(prefix) != len(layout.prefix):
-            raise FormatError("the header changed its length while it was written", path=path)
-        pwrite_all(fd, memoryview(prefix), 0)
+        _write(fd, layout, advance)
+
+
+def seal_bytes(tensors: Sequence[PlainTensor], metadata: Mapping[str, str], publication: Publication) -> bytes:
+    """The bytes of an encrypted and signed file; arguments and errors as for :func:`write_file`."""
+    layout = _Layout(_spread_empty(tensors), metadata, publication, (1, 1))
+    with memory_file() as file:
+        _write(file.fileno(), layout, no_progress)
+        file.seek(0)
+        return file.read()
+
+
+def _write(fd: int, layout: _Layout, advance: Advance) -> None:
+    os.ftruncate(fd, len(layout.prefix) + layout.body_bytes)
+    run_jobs(lambda piece: _seal_piece(fd, layout, piece, advance), layout.pieces())
+    prefix = layout.finish()
+    if len(prefix) != len(layout.prefix):
+        raise FormatError("the header changed its length while it was written")
+    pwrite_all(fd, memoryview(prefix), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +183,15 @@ class _Layout:
     """Where everything of a file goes, and the header that says so."""
 
     def __init__(
-        self, tensors: Sequence[PlainTensor], metadata: dict[str, str], publication: Publication, shard: tuple[int, int]
+        self,
+        tensors: Sequence[PlainTensor],
+        metadata: Mapping[str, str],
+        publication: Publication,
+        shard: tuple[int, int],
     ) -> None:
+        _check_names(tensors, metadata)
         self._publication = publication
-        self._metadata = metadata | {env.NOTICE: NOTICE}
+        self._metadata = dict(metadata) | {env.NOTICE: NOTICE}
         self.tensors = tensors
         self.chunk_size = publication.chunk_size if publication.version == "2" else None
         self.digest_size = self.chunk_size or CHUNK_SIZE
@@ -311,8 +327,12 @@ def _spread_empty(tensors: Sequence[PlainTensor]) -> list[PlainTensor]:
     return out + sorted(empty, key=lambda t: t.name)
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raises ConfigError for a tensor name that no safetensors file can hold."""
-    for name in names:
-        if name == "__metadata__":
-            raise ConfigError("a tensor cannot be called '__metadata__'")
+def _check_names(tensors: Sequence[PlainTensor], metadata: Mapping[str, str]) -> None:
+    reserved = sorted(k for k in metadata if k.startswith("__"))
+    if reserved:
+        raise ConfigError(f"metadata name {reserved[0]!r} is reserved: it begins with '__'")
+    names = [t.name for t in tensors]
+    if "__metadata__" in names:
+        raise ConfigError("a tensor cannot be called '__metadata__'")
+    if len(set(names)) < len(names):
+        raise ConfigError("two tensors have the same name")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, Self
 
 
 class Secret:
@@ -37,7 +37,7 @@ class Secret:
     def __len__(self) -> int:
         return len(self._data)
 
-    def __enter__(self) -> Secret:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

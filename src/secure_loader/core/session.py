@@ -16,6 +16,7 @@ from ..errors import NotEncryptedError, SecureLoaderError
 from . import envelope as env
 from . import policy
 from .archive import Archive, ReadOptions, TensorFile
+from .header import Header
 from .home import default_key_sources, trust_dir
 from .keys.jwk import MasterKey
 from .keys.provider import KeyRing
@@ -41,7 +42,11 @@ class Session:
     """
 
     def __init__(
-        self, *, keys: KeySources | None = None, trust: TrustSources | None = None, config: cfg.LoaderConfig | None = None
+        self,
+        *,
+        keys: KeySources | None = None,
+        trust: TrustSources | None = None,
+        config: cfg.LoaderConfig | None = None,
     ) -> None:
         self.config = config or cfg.load()
         self.keys = KeyRing(_key_sources(keys, self.config))
@@ -94,7 +99,10 @@ class Session:
             NotEncryptedError: A plain file, or one without profile 1, under ``strict``.
             FormatError, SignatureError, UntrustedSignerError, PolicyDeniedError, RollbackError, SourceError: As they say.
         """
-        source = FileSource(path)
+        return self.accept(FileSource(path), strict=strict)
+
+    def accept(self, source: FileSource, *, strict: bool = True) -> TensorFile:
+        """As :meth:`open_file` for a source that is open already; it is closed when it is refused."""
         try:
             header = read_header(source)
             verified = None
@@ -108,7 +116,7 @@ class Session:
             source.close()
             raise
 
-    def _verify(self, envelope: env.Envelope, header: env.Header, *, strict: bool) -> VerifiedHeader:
+    def _verify(self, envelope: env.Envelope, header: Header, *, strict: bool) -> VerifiedHeader:
         profile = envelope.profile
         if profile is None and strict and not self.config.insecure_allow_legacy:
             raise NotEncryptedError(

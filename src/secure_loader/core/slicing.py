@@ -53,9 +53,11 @@ def plan(info: TensorInfo, index: Any, granule: int) -> SlicePlan:
         return whole
     inner = [bits // 8 * math.prod(info.shape[i + 1 :]) for i in range(len(dims))]
     outer = _outer_dimensions(dims, info.shape, inner, granule)
+    rest_shape: tuple[int, ...] = ()
+    rest_index: tuple[Any, ...] = ()
     walked = [list(_positions(d)) for d in dims[:outer]]
     if outer == len(dims):
-        run, base, rest_shape, rest_index = bits // 8, 0, (), ()
+        run, base = bits // 8, 0
     else:
         low, high = _span(dims[outer])
         run, base = (high - low) * inner[outer], low * inner[outer]

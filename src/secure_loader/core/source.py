@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Sequence
 from types import TracebackType
+from typing import BinaryIO, Self
 
 from ..errors import FormatError, MissingFileError, ReadError, SourceError
 from . import header as hdr
@@ -52,6 +54,17 @@ class FileSource:
             raise SourceError("is not a regular file", path=self.path)
         self.size = info.st_size
 
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview, name: str = "<bytes>") -> Self:
+        """A file in memory with a copy of ``data``, so that nobody can change it while it is being checked."""
+        with memory_file() as file:
+            file.write(data)
+            file.flush()
+            source = cls.__new__(cls)
+            source.path, source.size = name, file.tell()
+            source._fd = os.dup(file.fileno())  # noqa: SLF001 - a constructor
+        return source
+
     def fileno(self) -> int:
         """The descriptor, for mapping."""
         return self._fd
@@ -90,7 +103,7 @@ class FileSource:
         if fd >= 0:
             os.close(fd)
 
-    def __enter__(self) -> FileSource:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -130,6 +143,13 @@ def _scan(source: FileSource, n: int, keep: memoryview | None = None) -> None:
         source.read_into([view], hdr.LENGTH.size + start)
         scanner.feed(bytes(view))
     scanner.finish()
+
+
+def memory_file() -> BinaryIO:
+    """An anonymous file, in memory where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("secure_loader", os.MFD_CLOEXEC), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def read_small_file(path: str, limit: int) -> bytes:

@@ -5,6 +5,7 @@ A :class:`Framework` allocates memory that a tensor will own, shows it as bytes 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import mmap
@@ -54,7 +55,7 @@ def framework(name: str) -> Framework:
         ConfigError: Another name.
         DeviceError: It is not installed.
     """
-    kinds: dict[str, type[_Torch] | type[_Numpy]] = {
+    kinds: dict[str, type[_Torch | _Numpy]] = {
         "pt": _Torch,
         "torch": _Torch,
         "pytorch": _Torch,
@@ -180,10 +181,9 @@ def _advise_huge(address: int, nbytes: int) -> None:
         _madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
 
 
-try:
+_madvise: Any = None
+with contextlib.suppress(OSError, AttributeError, TypeError):
     _madvise = ctypes.CDLL(None).madvise
-except (OSError, AttributeError, TypeError):
-    _madvise = None
 
 
 def bytes_of(tensor: Any) -> tuple[str, tuple[int, ...], memoryview]:
@@ -212,7 +212,11 @@ def bytes_of(tensor: Any) -> tuple[str, tuple[int, ...], memoryview]:
         if array.dtype.byteorder == ">":
             array = array.astype(array.dtype.newbyteorder("<"))
         code = _code_of(array.dtype.name, "numpy")
-        return code, tuple(array.shape), memoryview(array.reshape(-1).view(numpy.uint8)) if array.size else memoryview(b"")
+        return (
+            code,
+            tuple(array.shape),
+            memoryview(array.reshape(-1).view(numpy.uint8)) if array.size else memoryview(b""),
+        )
     raise ConfigError(f"cannot save a {kind}.{type(tensor).__name__}; torch tensors and numpy arrays can be saved")
 
 

@@ -32,7 +32,8 @@ from .trust import TrustedSigner, TrustStore
 
 # Weights in other formats would lie beside the encrypted ones in clear.
 PLAINTEXT_WEIGHTS = frozenset(
-    ".bin .pt .pth .ckpt .gguf .ggml .h5 .msgpack .onnx .onnx_data .npz .npy .pkl .pickle .joblib .tflite .ot .mlmodel".split()
+    {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data", ".npz", ".npy", ".pkl"}
+    | {".pickle", ".joblib", ".tflite", ".ot", ".mlmodel"}
 )
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _SECURE_SHARD = re.compile(r"model\.secure(-\d+-of-\d+)?\.safetensors")
@@ -150,7 +151,7 @@ def encrypt_model(
         publication, reused = _resume(staging, publication)
         total = sum(h.body_bytes for h in plan.headers.values())
         with progress_bar(total, f"Encrypting {source.name}", show=progress) as advance:
-            done = _write_shards(source, staging, plan, sealed, publication, reused, advance)
+            done = _write_shards(source, staging, plan, sealed, publication, advance, resumed=reused)
         _write_others(source, staging.folder, plan)
         write_manifest(staging.folder, plan.weights, publication)
     return ModelReport(
@@ -221,7 +222,9 @@ def _survey(source: Path, *, keep_names: bool) -> _Plan:
     found = index.find(source, root)
     if found is None:
         main = "model.safetensors" if "model.safetensors" in root else root[0] if len(root) == 1 else None
-        return _Plan(headers, names, None, dict.fromkeys(headers[main].tensors, names[main]) if main else {}, others, left_out)
+        return _Plan(
+            headers, names, None, dict.fromkeys(headers[main].tensors, names[main]) if main else {}, others, left_out
+        )
     path, weight_map = found
     for tensor, shard in weight_map.items():
         if tensor not in headers[shard].tensors:
@@ -280,8 +283,9 @@ def _write_shards(
     plan: _Plan,
     sealed: set[str],
     publication: Publication,
-    resumed: bool,
     advance: Advance,
+    *,
+    resumed: bool,
 ) -> int:
     """Write the shards that are not there yet; returns how many were."""
     mine = TrustStore([TrustedSigner("self", publication.signing.verify_key())])
@@ -357,5 +361,7 @@ def resolve_signing(signing_key: str | SigningKey | None, key: str | MasterKey |
     """A signing key by NAME, kid or as it is; None takes the one made together with ``key``, or the only one."""
     if isinstance(signing_key, SigningKey):
         return signing_key
-    together = key if signing_key is None and isinstance(key, str) and (keys_dir() / f"{key}.sign.jwk").exists() else None
+    together = (
+        key if signing_key is None and isinstance(key, str) and (keys_dir() / f"{key}.sign.jwk").exists() else None
+    )
     return find_signing_key([keys_dir()], signing_key or together)

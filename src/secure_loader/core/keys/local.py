@@ -173,5 +173,7 @@ def check_private(path: Path) -> None:
         raise KeyAccessError("key file belongs to another user", path=path)
     if info.st_mode & 0o077:
         raise KeyAccessError(
-            f"key file can be read by others (mode {stat.S_IMODE(info.st_mode):04o})", path=path, hint=f"chmod 600 {path}"
+            f"key file can be read by others (mode {stat.S_IMODE(info.st_mode):04o})",
+            path=path,
+            hint=f"chmod 600 {path}",
         )

@@ -103,12 +103,16 @@ class LocalUnwrapper:
                 f"{request.algorithm.name}"
             )
         if request.kcv is not None and request.file_id is not None:
-            if not hmac.compare_digest(key_check_value(key.secret, request.file_id), request.kcv):
-                raise KeyAccessError(
-                    f"the key named {key.kid!r} is not the one that encrypted the file (key check value differs)",
-                    hint="another key goes by the same name; use the publisher's",
-                )
+            self._check_value(key, request.file_id, request.kcv)
         self._key = key
+
+    @staticmethod
+    def _check_value(key: MasterKey, file_id: bytes, kcv: bytes) -> None:
+        if not hmac.compare_digest(key_check_value(key.secret, file_id), kcv):
+            raise KeyAccessError(
+                f"the key named {key.kid!r} is not the one that encrypted the file (key check value differs)",
+                hint="another key goes by the same name; use the publisher's",
+            )
 
     @property
     def secret(self) -> Secret:
