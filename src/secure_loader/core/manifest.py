@@ -187,10 +187,14 @@ def check_relative(name: str) -> str:
 
 
 def list_files(folder: Path) -> Iterator[str]:
-    """POSIX paths, relative, of the files that make up a folder: all but hidden ones, sorted."""
+    """POSIX paths, relative, of the files that make up a folder: all but hidden ones, sorted.
+
+    A link to a folder counts as one file, so that nothing behind it goes unseen: no manifest lists such a name.
+    """
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        for name in sorted(files):
+        links = [f for f in folders if (Path(root) / f).is_symlink()]
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in links)
+        for name in sorted(files + links):
             if not name.startswith("."):
                 yield (Path(root) / name).relative_to(folder).as_posix()
 
