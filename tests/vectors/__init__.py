@@ -69,6 +69,9 @@ def parse_vector(name: str, raw: bytes) -> Vector:
     head, data = raw.split(b"\n\n", 1)
     lines = [line.split(": ", 1) for line in head.decode().split("\n")]
     one = {key: value for key, value in lines if key != "tensor"}
+    # Written from the last run to the first: put back from the first to the last, every place is where it was.
+    for at, count, byte in reversed([value.split() for key, value in lines if key == "fill"]):
+        data = data[: int(at)] + bytes.fromhex(byte) * int(count) + data[int(at) :]
     tensors = [value.split(" ", 3) for key, value in lines if key == "tensor"]
     names = [json.loads(t[3]) for t in tensors]
     allow = one.get("allow", "").split()

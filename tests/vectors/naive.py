@@ -44,6 +44,9 @@ BITS = {
     "F6_E3M2": 6,
 }
 KEY_BYTES = {"aes128gcm": 16, "aes256gcm": 32, "chacha20poly1305": 32}
+# RFC 7518 has names for two of them and for wrapping with them; "C20P" is what JOSE drafts call the third.
+JWK_ALGS = {"a128gcm": "aes128gcm", "a256gcm": "aes256gcm", "c20p": "chacha20poly1305"}
+JWK_ALGS |= {f"{name}kw": alg for name, alg in JWK_ALGS.items()}
 FOUR = ("__crypto_keys__", "__encryption__", "__policy__", "__signature__")
 OURS = "__secure_loader__"
 NOTICE = "__notice__"
@@ -321,7 +324,8 @@ def master_key(keys: list[dict], envelope: Envelope) -> bytes:
     if len(found) != 1:
         raise KeyAccessError(f"{len(found)} master keys are called {envelope.enc['kid']!r}")
     key = key_bytes(found[0]["k"])
-    if normal_alg(found[0].get("alg")) != envelope.alg or len(key) != KEY_BYTES[envelope.alg]:
+    alg = normal_alg(found[0].get("alg"))
+    if JWK_ALGS.get(alg, alg) != envelope.alg or len(key) != KEY_BYTES[envelope.alg]:
         raise KeyAccessError("the key is for another algorithm")
     if envelope.profile:
         kcv = check_value(key, bytes.fromhex(envelope.profile["file_id"]))
