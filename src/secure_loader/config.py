@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from .core.home import home
+from .core.secrets import looks_like_key
 from .errors import ConfigError
 
 CONFIG_VARIABLE = "SECURE_LOADER_CONFIG"
@@ -100,9 +101,38 @@ def load(options: Mapping[str, Any] | None = None) -> LoaderConfig:
     return config.replace(options or {})
 
 
-def _from_toml() -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting in force.
+
+    Attributes:
+        name: Field of :class:`LoaderConfig`.
+        value: Its value.
+        origin: ``default``, the path of the TOML file, or the name of an environment variable.
+    """
+
+    name: str
+    value: Any
+    origin: str
+
+
+def explain() -> list[Setting]:
+    """Every setting in force without explicit ones, and where it comes from. Raises as :func:`load`."""
+    config, toml, environment = load(), _from_toml(), _from_environment()
+    origins = dict.fromkeys(toml, str(toml_path())) | {name: f"SECURE_LOADER_{name.upper()}" for name in environment}
+    return [
+        Setting(f.name, getattr(config, f.name), origins.get(f.name, "default")) for f in dataclasses.fields(config)
+    ]
+
+
+def toml_path() -> Path:
+    """The TOML file that is read if it exists: ``$SECURE_LOADER_CONFIG``, or ``config.toml`` in the home folder."""
     named = os.environ.get(CONFIG_VARIABLE)
-    path = Path(named) if named else home() / "config.toml"
+    return Path(named) if named else home() / "config.toml"
+
+
+def _from_toml() -> dict[str, Any]:
+    named, path = os.environ.get(CONFIG_VARIABLE), toml_path()
     if not path.exists():
         if named:
             raise ConfigError(f"{CONFIG_VARIABLE} names a file that does not exist", path=path)
@@ -139,8 +169,7 @@ def _references(name: str, value: Any) -> tuple[str, ...] | None:
         # Not a convenience: settings travel through logs and process lists, a key must not.
         if not isinstance(item, (str, os.PathLike)):
             raise ConfigError(f"{name} takes references (paths, file:…, env:NAME), not {type(item).__name__}")
-        text = os.fspath(item).lstrip()
-        if text.startswith("{") or "\n" in text:
+        if looks_like_key(os.fspath(item)):
             raise ConfigError(f"{name} takes references (paths, file:…, env:NAME), never key material itself")
     return tuple(os.fspath(item) for item in items)
 

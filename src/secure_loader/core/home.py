@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..errors import ConfigError
+from .secrets import looks_like_key
+
 HOME_VARIABLE = "SECURE_LOADER_HOME"
 KEYS_VARIABLE = "SECURE_LOADER_KEYS"
 
@@ -34,9 +37,19 @@ def state_dir() -> Path:
 
 
 def default_key_sources() -> list[str]:
-    """References to master keys when the caller named none: ``SECURE_LOADER_KEYS`` (comma-separated), then ``keys/``."""
-    named = [item.strip() for item in os.environ.get(KEYS_VARIABLE, "").split(",")]
-    sources = [item for item in named if item]
+    """References to master keys when the caller named none: ``SECURE_LOADER_KEYS`` (comma-separated), then ``keys/``.
+
+    Raises:
+        ConfigError: The variable holds a key instead of the way to one.
+    """
+    named = os.environ.get(KEYS_VARIABLE, "")
+    sources = [item.strip() for item in named.split(",") if item.strip()]
+    if any(looks_like_key(item) for item in (named, *sources)):
+        # Not shown: messages travel further than the environment does.
+        raise ConfigError(
+            f"{KEYS_VARIABLE} takes references (paths, file:…, env:NAME), never key material itself",
+            hint=f"put the key into another variable, and {KEYS_VARIABLE}=env:THAT_VARIABLE",
+        )
     if keys_dir().is_dir():
         sources.append(str(keys_dir()))
     return sources

@@ -7,8 +7,28 @@ modest: Python, OpenSSL and the operating system keep copies of their own; docs/
 from __future__ import annotations
 
 import ctypes
+import re
 from types import TracebackType
 from typing import NoReturn, Self
+
+# A key as people paste it: JSON, or 16, 24 or 32 bytes in hex, base64 or base64url.
+_HEX = re.compile(r"(0x)?([0-9a-fA-F]{32}|[0-9a-fA-F]{48}|[0-9a-fA-F]{64})")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{22}(==)?|[A-Za-z0-9+/_-]{43}=?")
+
+
+def looks_like_key(text: str) -> bool:
+    """Whether a text may be key material where the name of a key or the way to one is expected.
+
+    It is then refused without being shown. Names and paths that people make up are not mistaken: what is random holds
+    capitals, small letters and digits all together.
+    """
+    text = text.strip()
+    if text.startswith(("{", "[")) or "\n" in text or '"k"' in text or '"d"' in text or "PRIVATE KEY" in text:
+        return True
+    if _HEX.fullmatch(text):
+        return True
+    random = re.search(r"[A-Z]", text) and re.search(r"[a-z]", text) and re.search(r"[0-9+]", text)
+    return bool(random) and not text.startswith("/") and _BASE64.fullmatch(text) is not None
 
 
 class Secret:
