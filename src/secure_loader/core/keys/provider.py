@@ -1,14 +1,15 @@
 """The provider protocol: how a wrapped key meets whoever can unwrap it.
 
 A provider never hands out a master key; it resolves a request to an :class:`Unwrapper`, so that a key that stays in a
-KMS or an HSM fits as well as one in a file. Providers are found by the entry-point group
-``secure_loader.key_providers``; the entry point's name is the scheme of the references it serves (``file:…``,
-``env:…``). One is imported only when a reference that the operator configured names its scheme.
+KMS or an HSM fits as well as one in a file. ``file:`` and ``env:`` are built in; other providers are found by the
+entry-point group ``secure_loader.key_providers``, where the entry point's name is the scheme of the references it
+serves. One is imported only when a reference that the operator configured names its scheme.
 """
 
 from __future__ import annotations
 
 import hmac
+import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -23,6 +24,7 @@ from ..secrets import Secret
 from .jwk import MasterKey
 
 ENTRY_POINTS = "secure_loader.key_providers"
+BUILT_IN = {"file": "FileProvider", "env": "EnvProvider"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +191,12 @@ def provider(scheme: str) -> KeyProvider:
     Raises:
         ConfigError: Nobody serves it.
     """
+    if scheme in BUILT_IN:
+        # Not by entry point: no other package can take these over, and a vendored copy has no entry points.
+        return getattr(importlib.import_module(".local", __package__), BUILT_IN[scheme])()  # type: ignore[no-any-return]
     hits = list(entry_points(group=ENTRY_POINTS, name=scheme))
     if not hits:
-        known = sorted({e.name for e in entry_points(group=ENTRY_POINTS)})
+        known = sorted({*BUILT_IN, *(e.name for e in entry_points(group=ENTRY_POINTS))})
         raise ConfigError(f"no key provider serves {scheme!r}: references; there are {', '.join(known)}")
     if len(hits) > 1:
         raise ConfigError(f"{len(hits)} key providers claim the scheme {scheme!r}")
