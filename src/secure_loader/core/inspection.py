@@ -91,6 +91,27 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorSummary:
+    """One tensor as its file's header describes it. Nothing of it was verified.
+
+    Attributes:
+        file: Path of its file, relative to the folder.
+        name: Its name.
+        dtype: safetensors code.
+        shape: Logical shape.
+        nbytes: Stored size.
+        encrypted: Whether it is sealed or stored in clear.
+    """
+
+    file: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    encrypted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """What was verified.
 
@@ -154,14 +175,29 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     return Inspection(str(where), files, others, mf.MANIFEST in names, model_id, release, created)
 
 
+def list_tensors(path: str | os.PathLike[str]) -> Iterator[TensorSummary]:
+    """The tensors of a file or a model folder, in the order in which they are stored; raises as :func:`inspect`."""
+    where = Path(path)
+    names = [n for n in mf.list_files(where) if n.endswith(".safetensors")] if where.is_dir() else [where.name]
+    for name in names:
+        with FileSource(where / name if where.is_dir() else where) as source:
+            header, envelope = _read(source)
+        sealed = envelope.records.keys() if envelope else ()
+        for t in header.tensors.values():
+            yield TensorSummary(name, t.name, t.dtype, t.shape, t.nbytes, t.name in sealed)
+
+
 def _summary(path: Path, name: str) -> FileSummary:
     with FileSource(path) as source:
-        header = read_header(source)
-        try:
-            envelope = env.parse(header) if env.is_encrypted(header) else None
-        except SecureLoaderError as e:
-            raise annotate(e, str(path)) from None
-        return _describe(name, source.size, header, envelope)
+        return _describe(name, source.size, *_read(source))
+
+
+def _read(source: FileSource) -> tuple[Header, env.Envelope | None]:
+    header = read_header(source)
+    try:
+        return header, env.parse(header) if env.is_encrypted(header) else None
+    except SecureLoaderError as e:
+        raise annotate(e, source.path) from None
 
 
 def _describe(name: str, nbytes: int, header: Header, envelope: env.Envelope | None) -> FileSummary:
