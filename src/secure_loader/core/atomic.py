@@ -55,7 +55,7 @@ def atomic_file(path: Path, *, mode: int | None = None, overwrite: bool = True) 
         raise
 
 
-def write_bytes(path: Path, data: bytes, *, mode: int | None = None, overwrite: bool = True) -> None:
+def write_bytes(path: Path, data: bytes | bytearray, *, mode: int | None = None, overwrite: bool = True) -> None:
     """Write a small file atomically; as :func:`atomic_file`."""
     with atomic_file(path, mode=mode, overwrite=overwrite) as fd:
         pwrite_all(fd, memoryview(data), 0)
