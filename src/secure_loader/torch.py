@@ -200,6 +200,8 @@ def _refuse_shared(tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if not hasattr(tensor, "untyped_storage"):
             raise ConfigError(f"is not a torch tensor but {type(tensor).__name__}", tensor=str(name))
+        if str(tensor.layout) != "torch.strided":
+            raise ConfigError("sparse tensors cannot be saved; make it dense first", tensor=name)
     shared = [sorted(group) for group in _find_shared_tensors(tensors) if len(group) > 1]
     if shared:
         raise ConfigError(
