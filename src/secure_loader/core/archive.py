@@ -13,7 +13,7 @@ from . import slicing
 from .envelope import Envelope, Profile
 from .header import Header
 from .keys.provider import KeyRequest, KeyRing, WrappedKey
-from .pipeline import ClearBytes, SealedBytes, annotate, decrypt_into, read_clear_into, verify_clear
+from .pipeline import ClearBytes, SealedBytes, annotate, decrypt_into, read_clear_into, run_jobs, verify_clear
 from .secrets import Secret
 from .source import FileSource
 from .tensors import Framework, framework
@@ -269,8 +269,15 @@ class Archive:
         return self._framework.to_device(_whole(file, self._framework, file.info(name)), self._device)
 
     def get_tensors(self) -> dict[str, Any]:
-        """All tensors by name, in file order."""
-        return {name: self.get_tensor(name) for name in self.offset_keys()}
+        """All tensors by name, in file order; several are decrypted at a time."""
+        names = self.offset_keys()
+        found: dict[str, Any] = {}
+
+        def job(name: str) -> None:
+            found[name] = self.get_tensor(name)
+
+        run_jobs(job, names)
+        return {name: found[name] for name in names}
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor to be indexed: only the chunks that an index touches are read and verified.
