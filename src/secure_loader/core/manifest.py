@@ -221,11 +221,16 @@ def check_files(folder: Path, manifest: Manifest, *, partial: bool = False) -> N
         )
     for name, entry in manifest.files.items():
         if name not in present:
-            if partial and entry.sha256 is not None and not name.endswith(("config.json", ".index.json")):
+            if partial and not is_needed(name, entry):
                 continue
             raise ManifestError(f"{name} is missing from the signed folder", path=folder)
         if digest_of(folder / name, shard=entry.header_sha256 is not None) != entry:
             raise ManifestError(f"{name} is not the file that was signed: altered, or of another release", path=folder)
+
+
+def is_needed(name: str, entry: FileEntry) -> bool:
+    """Whether a file must be there even where only part of a folder was fetched: shards, index and configuration."""
+    return entry.sha256 is None or name.endswith(("config.json", ".index.json"))
 
 
 def digest_of(path: Path, *, shard: bool) -> FileEntry:
