@@ -57,7 +57,7 @@ def spelling() -> Iterator[Case]:
     yield bad("brackets", "nothing but '['", raw(b"[" * 4000), "a03")
     yield bad("brackets-after-brace", "an open object and then '['", raw(b'{"a":' + b"[" * 4000), "a03")
     yield bad("deep", "40 levels of lists", raw(deep), "a03")
-    yield bad("deep-objects", "2,000 nested objects", raw(b'{"a":' * 2000 + b"1" + b"}" * 2000), "a03")
+    yield bad("deep-objects", "200 nested objects", raw(b'{"a":' * 200 + b"1" + b"}" * 200), "a03")
     yield bad("array", "the header is a list", raw(b"[]"), "a10")
     yield bad("string", "the header is a string", raw(b'"{}"'), "a10")
     yield bad("unclosed", "the last brace is missing", raw(text[:-1] + b" " * 5, body), "a01")
