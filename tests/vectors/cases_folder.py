@@ -102,6 +102,9 @@ def good() -> Iterator[Case]:
     yield case("ok-single", "success", "one model file", single().sealed(), tensors=ONE)
     more = two().sealed() | {".gitattributes": b"*\n", ".cache/x.json": b"{}"}
     yield case("ok-hidden", "success", "hidden files are not part of the folder", more, tensors=BOTH)
+    f = two()
+    f.files[INDEX] = f.files[INDEX].replace(b": 18", b": 18.0")
+    yield case("ok-index-fraction", "success", "an index with a fraction in its statistics", f.sealed(), tensors=BOTH)
     f = single()
     f.files["draft/model.secure.safetensors"] = shard(TWO, (1, 1), "draft")
     f.shards.add("draft/model.secure.safetensors")

@@ -6,6 +6,7 @@ A folder is a dict of relative POSIX path -> bytes here; hidden paths are droppe
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 
 from .naive import check_identity, is_int, open_file, read_file, verify
@@ -114,7 +115,11 @@ def check_index(files: dict[str, bytes], weights: dict[str, str]) -> None:
     """The root index, or else the single model file, says the same as `weights`."""
     for name in INDEXES:
         if name in files:
-            index = strict_json(files[name])
+            # The whole file is vouched for, and real indexes hold fractions in their statistics: any JSON will do.
+            try:
+                index = json.loads(files[name])
+            except ValueError:
+                raise ManifestError(f"{name} is not JSON") from None
             if not isinstance(index, dict) or index.get("weight_map") != weights:
                 raise ManifestError(f"{name} and the manifest's weights differ")
             return
