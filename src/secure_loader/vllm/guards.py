@@ -1,0 +1,194 @@
+"""Where vLLM is changed outside its own extension points, each place with its reason.
+
+vLLM 0.32 and 0.33; ``tests/contract/test_vllm_names.py`` pins every name. All changes are made once per process and do
+nothing to models and adapters that are not encrypted and to loads that did not ask for ``secure``.
+
+===============================================  ======================================================================
+changed name                                     why
+===============================================  ======================================================================
+``EngineArgs.create_engine_config``              config, tokenizer and code of a ``secure`` model are verified before
+                                                 vLLM reads them; an encrypted folder under another format is refused
+                                                 at once instead of a minute later
+``DefaultModelLoader._prepare_weights``,         no stock format hands out ciphertext as weights
+``RunaiModelStreamerLoader._prepare_weights``
+``lora_model.safetensors``                       encrypted adapters: LoRA files do not go through load formats
+``LoRAModel.from_local_checkpoint``              adapters of a ``secure`` model must be encrypted
+===============================================  ======================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from ..core import envelope as env
+from ..core import manifest as mf
+from ..core.archive import Archive
+from ..core.checkpoint import Checkpoint
+from ..core.session import Session
+from ..core.source import FileSource, read_header
+from ..errors import EncryptedFileError, NotEncryptedError, SecureLoaderError
+from .fetch import Model, is_snapshot
+from .options import LoaderOptions
+
+_MARK = "__secure_loader__"
+_CURE = "load it with --load-format secure"
+# The other formats do not read the model's safetensors files: dummy, tensorizer, sharded_state, ipc_cache.
+_READS_SAFETENSORS = frozenset(
+    {"auto", "hf", "safetensors", "mistral", "fastsafetensors", "instanttensor", "runai_streamer", "modelexpress"}
+)
+# Settings of the model that is loaded, for adapters, which vLLM opens without any; None before a secure load.
+_adapter_options: LoaderOptions | None = None
+
+
+def use_for_adapters(options: LoaderOptions) -> None:
+    """Open adapters from now on with the settings of this load."""
+    global _adapter_options  # noqa: PLW0603 - vLLM's LoRA code has no place where settings could travel
+    _adapter_options = options
+
+
+def install() -> None:
+    """Make all changes; those that are made already are left alone."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.lora import lora_model
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
+
+    _wrap(EngineArgs, "create_engine_config", _verifying_first)
+    _wrap(DefaultModelLoader, "_prepare_weights", _refusing_encrypted)
+    _wrap(RunaiModelStreamerLoader, "_prepare_weights", _refusing_encrypted)
+    _wrap(lora_model.LoRAModel, "from_local_checkpoint", _demanding_encrypted)
+    _wrap(lora_model, "safetensors", _opening_encrypted)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace a name of a class or module by what ``wrapper`` makes of it, once."""
+    stock = vars(owner)[name]
+    is_classmethod = isinstance(stock, classmethod)
+    stock = stock.__func__ if is_classmethod else stock
+    if hasattr(stock, _MARK):
+        return
+    changed = wrapper(stock)
+    setattr(changed, _MARK, True)
+    setattr(owner, name, classmethod(changed) if is_classmethod else changed)
+
+
+def _verifying_first(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_engine_args(self)
+        return stock(self, *args, **kwargs)
+
+    return create_engine_config
+
+
+def check_engine_args(args: Any) -> None:
+    """Verify what a ``secure`` load will read, or refuse to read encrypted files in another format.
+
+    Args:
+        args: vLLM's ``EngineArgs``.
+
+    Raises:
+        EncryptedFileError: The model is encrypted, and another load format was asked for.
+        SecureLoaderError: The model is not what a trusted publisher signed, or the settings are wrong.
+    """
+    load_format = str(args.load_format).lower()
+    if load_format == "secure":
+        session = Session(config=LoaderOptions.parse(args.model_loader_extra_config).config)
+        if "://" not in args.model:  # object storage: vLLM itself says that this load format cannot
+            Model(args.model, args.revision, args.download_dir).verify_settings(session)
+    elif load_format in _READS_SAFETENSORS and Path(args.model).is_dir():
+        refuse_encrypted(sorted(str(path) for path in Path(args.model).glob("*.safetensors")))
+
+
+def _refusing_encrypted(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def _prepare_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = stock(self, *args, **kwargs)
+        # The list of files itself, or a tuple with it: what else is in there differs between versions.
+        refuse_encrypted(_paths(found))
+        return found
+
+    return _prepare_weights
+
+
+def _paths(found: Any) -> Iterator[str]:
+    for item in found:
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _paths(item)
+
+
+def refuse_encrypted(paths: Iterable[str]) -> None:
+    """Raise for encrypted files among these.
+
+    Raises:
+        EncryptedFileError: There is one.
+    """
+    for path in paths:
+        if path.endswith(".safetensors") and is_encrypted(path):
+            raise EncryptedFileError("is encrypted: read as it is, it is noise", path=path, hint=_CURE)
+
+
+def is_encrypted(path: str | os.PathLike[str]) -> bool:
+    """Whether a file says in its header that it is encrypted; False for what cannot be read as safetensors."""
+    try:
+        with FileSource(path) as source:
+            return env.is_encrypted(read_header(source))
+    except SecureLoaderError:
+        return False  # not ours: vLLM says what is wrong with it
+
+
+def _opening_encrypted(stock: ModuleType) -> SimpleNamespace:
+    """The module ``safetensors`` as vLLM's LoRA code sees it, whose ``safe_open`` opens encrypted adapters as well."""
+
+    def safe_open(filename: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        return open_adapter(filename) if is_encrypted(filename) else stock.safe_open(filename, *args, **kwargs)
+
+    return SimpleNamespace(**{**vars(stock), "safe_open": safe_open})
+
+
+def open_adapter(filename: str | os.PathLike[str]) -> Archive:
+    """An encrypted adapter's file, after its folder's manifest was verified.
+
+    Args:
+        filename: In the adapter's folder.
+
+    Raises:
+        SecureLoaderError: As :class:`core.checkpoint.Checkpoint`.
+    """
+    path = Path(filename)
+    session = Session(config=None if _adapter_options is None else _adapter_options.config)
+    checkpoint = Checkpoint(path.parent, session, partial=is_snapshot(path.parent))
+    return Archive(checkpoint.open(path.name), "pt")
+
+
+def _demanding_encrypted(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def from_local_checkpoint(cls: Any, lora_dir: str, *args: Any, **kwargs: Any) -> Any:
+        options = _adapter_options
+        if options is not None and not options.accepts_plaintext_adapters:
+            demand_encrypted_adapter(lora_dir)
+        return stock(cls, lora_dir, *args, **kwargs)
+
+    return from_local_checkpoint
+
+
+def demand_encrypted_adapter(lora_dir: str | os.PathLike[str]) -> None:
+    """Raise for a LoRA adapter that is not encrypted.
+
+    Raises:
+        NotEncryptedError: It is not; its weights could be anybody's.
+    """
+    folder = Path(lora_dir)
+    if not is_encrypted(folder / "adapter_model.safetensors"):
+        raise NotEncryptedError(
+            "this adapter is not encrypted, but the model it changes is",
+            path=folder,
+            hint=f"encrypt it (a signed folder with {mf.MANIFEST}), or set insecure_allow_plaintext_adapters",
+        )
