@@ -1,0 +1,337 @@
+"""The command line's grammar. Imports nothing of core: help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from .. import __version__
+from ..errors import ConfigError
+
+ALGORITHMS = ("aes256gcm", "aes128gcm", "chacha20poly1305")  # a test compares them with core's
+_SIZE = re.compile(r"(\d+)\s*(|b|k|ki|kib|m|mi|mib)", re.IGNORECASE)
+
+_CODES = """\
+exit codes:
+  0 fine   1 unexpected   2 usage   3 verification failed   4 policy denied
+  5 key unavailable   6 bad format   7 files   130 interrupted   141 nobody reads the output
+"""
+
+
+class Arguments(argparse.Namespace):
+    """Parsed arguments; the attributes that every command has."""
+
+    run: str
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """A usage error, reported like every other error."""
+        raise ConfigError(message, hint=f"see: {self.prog} --help")
+
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[_Parser]  # noqa: SLF001 - what add_subparsers returns has no public name
+
+
+def wants_json(words: Sequence[str]) -> bool:
+    """Whether a command line that may not even parse asks for JSON."""
+    return "--json" in words
+
+
+def wants_trace(words: Sequence[str]) -> bool:
+    """Whether a command line that may not even parse asks for details."""
+    return any(word in ("-v", "--verbose") for word in words)
+
+
+def make_parser() -> _Parser:
+    """The parser of the whole command line."""
+    parser = _Parser(
+        prog="secure-loader",
+        description=_wrap(
+            "Encrypt, sign, verify and inspect model weights; load them with loader='secure' in Transformers "
+            "and --load-format secure in vLLM."
+        ),
+        epilog="first steps:\n"
+        "  secure-loader keygen alice\n"
+        "  secure-loader encrypt ./model ./model-encrypted\n"
+        "  secure-loader verify ./model-encrypted\n"
+        "  secure-loader inspect ./model-encrypted\n\n" + _CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"secure-loader {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
+    for add in (_keygen, _trust, _encrypt, _decrypt, _verify, _inspect, _rewrap, _env, _config):
+        add(commands)
+    return parser
+
+
+def _command(commands: _Commands, name: str, run: str, summary: str, examples: str, about: str = "") -> _Parser:
+    parser = commands.add_parser(
+        name,
+        help=summary[0].lower() + summary[1:].rstrip("."),
+        description=_wrap(f"{summary} {about}"),
+        epilog="examples:\n" + "".join(f"  {line}\n" for line in examples.splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="machine-readable: results on stdout, errors on stderr")
+    loudness = group.add_mutually_exclusive_group()
+    loudness.add_argument("-q", "--quiet", action="store_true", help="only errors, and results that were asked for")
+    loudness.add_argument("-v", "--verbose", action="store_true", help="log messages, and tracebacks of errors")
+    return parser
+
+
+def _wrap(text: str) -> str:
+    # The raw formatter, which the examples need, leaves this to us.
+    return textwrap.fill(text, 79)
+
+
+def _keygen(commands: _Commands) -> None:
+    p = _command(
+        commands,
+        "keygen",
+        "keys:keygen",
+        "Make a master key and a signing key, and trust the signing key on this machine.",
+        "secure-loader keygen alice\nsecure-loader keygen alice --algorithm chacha20poly1305 --model 'alice/*'",
+        "The key files go to the home folder (SECURE_LOADER_HOME), readable by you alone.",
+    )
+    p.add_argument("name", metavar="NAME", help="letters, digits, dots, dashes and underscores; at most 64")
+    p.add_argument("--algorithm", choices=ALGORITHMS, default=ALGORITHMS[0], help="AEAD (default: %(default)s)")
+    _models(p, "which model ids this machine trusts the new signer with (default: every model)")
+    p.add_argument(
+        "--force",
+        action="store_true",
+        help="replace the keys of that name. The old files are kept aside, where no loader looks: models encrypted "
+        "with them no longer load until you put them back or rewrap",
+    )
+
+
+def _trust(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "trust",
+        help="list, add, remove and export the signers that this machine trusts",
+        description=_wrap("The signers that this machine trusts. Only models that one of them signed are loaded."),
+        epilog="examples:\n  secure-loader trust list\n  secure-loader trust add alice.json --model 'alice/*'\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
+    _command(
+        actions,
+        "list",
+        "keys:trust_list",
+        "List the signers that this machine trusts.",
+        "secure-loader trust list\nsecure-loader trust list --json",
+    )
+    p = _command(
+        actions,
+        "add",
+        "keys:trust_add",
+        "Trust a signer.",
+        "secure-loader trust add alice.json\n"
+        "secure-loader trust add alice.jwk --name alice --model 'alice/*' --until 2027-12-31\n"
+        "ssh publisher secure-loader trust export alice | secure-loader trust add - --name alice",
+        "Compare the thumbprint it prints with the one that the publisher tells you in another way.",
+    )
+    p.add_argument("file", metavar="FILE", help="a trust file, a public JWK, or a JWK set with one key; - reads stdin")
+    p.add_argument("--name", metavar="N", help="what you call the signer (default: what FILE calls it)")
+    _models(p, "which model ids the signer may sign (default: what FILE says, else every model)")
+    p.add_argument("--until", metavar="DATE", help="trusted until then: 2027-12-31, or an RFC 3339 time (UTC)")
+    p.add_argument("--force", action="store_true", help="replace the signer of that name")
+    p = _command(
+        actions,
+        "remove",
+        "keys:trust_remove",
+        "Trust a signer no more.",
+        "secure-loader trust remove alice",
+    )
+    p.add_argument("name", metavar="NAME", help="as in trust list")
+    p = _command(
+        actions,
+        "export",
+        "keys:trust_export",
+        "Print a signer's public trust file, for those who shall trust it.",
+        "secure-loader trust export alice > alice.json",
+    )
+    p.add_argument("name", metavar="NAME", help="as in trust list")
+
+
+def _encrypt(commands: _Commands) -> None:
+    p = _command(
+        commands,
+        "encrypt",
+        "models:encrypt",
+        "Encrypt and sign a model folder.",
+        "secure-loader encrypt ./model ./model-encrypted\n"
+        "secure-loader encrypt ./model ./out -k alice --model-id alice/model --release 2\n"
+        "secure-loader encrypt ./model ./out --exclude '*.bias' --exclude 'lm_head.*'",
+        "SRC is only read. A run that was killed is completed by the next one with the same arguments.",
+    )
+    p.add_argument("src", metavar="SRC", help="a folder as save_pretrained writes it")
+    p.add_argument("dst", metavar="DST", help="the new folder")
+    _new_keys(p, "master key: a NAME given to keygen, or a kid (default: the only one there is)")
+    p.add_argument("--model-id", metavar="ID", help="what trust stores match (default: the name of SRC)")
+    p.add_argument("--release", metavar="N", type=int, default=1, help="grows with every publication (default: 1)")
+    p.add_argument(
+        "--include",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="encrypt only tensors that match; may be repeated (default: all)",
+    )
+    p.add_argument(
+        "--exclude",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="leave tensors that match in clear, signed all the same; may be repeated",
+    )
+    p.add_argument(
+        "--chunk-size", metavar="SIZE", type=_size, help="a power of two from 64KiB to 16MiB (default: 2MiB)"
+    )
+    p.add_argument("--format-version", choices=("1", "2"), default="2", help="of CryptoTensors (default: %(default)s)")
+    p.add_argument(
+        "--keep-names",
+        action="store_true",
+        help="keep model.safetensors instead of model.secure.safetensors; readers that do not know encryption then "
+        "load noise instead of finding nothing",
+    )
+    _force_folder(p)
+
+
+def _decrypt(commands: _Commands) -> None:
+    p = _command(
+        commands,
+        "decrypt",
+        "models:decrypt",
+        "Turn an encrypted model folder back into a plain one; everything is verified on the way.",
+        "secure-loader decrypt ./model-encrypted ./model\n"
+        "secure-loader decrypt ./model-encrypted ./model --keys /run/secrets/alice.jwk",
+    )
+    p.add_argument("src", metavar="SRC", help="an encrypted folder")
+    p.add_argument("dst", metavar="DST", help="the new folder, in clear")
+    _keys(p)
+    _trusting(p)
+    _force_folder(p)
+
+
+def _verify(commands: _Commands) -> None:
+    p = _command(
+        commands,
+        "verify",
+        "models:verify",
+        "Check a file or model folder against its publisher's signature. Needs no key.",
+        "secure-loader verify ./model-encrypted\nsecure-loader verify ./model-encrypted --full --trust alice.json",
+    )
+    p.add_argument("path", metavar="PATH", help="a file, or a model folder")
+    p.add_argument("--full", action="store_true", help="also compare every stored byte with its signed digest")
+    _trusting(p)
+
+
+def _inspect(commands: _Commands) -> None:
+    p = _command(
+        commands,
+        "inspect",
+        "models:inspect",
+        "Show what is in a file or model folder. Needs no key, and verifies nothing.",
+        "secure-loader inspect ./model-encrypted\nsecure-loader inspect ./model-encrypted --tensors | less",
+    )
+    p.add_argument("path", metavar="PATH", help="a file, or a model folder")
+    p.add_argument("--tensors", action="store_true", help="list the tensors")
+
+
+def _rewrap(commands: _Commands) -> None:
+    p = _command(
+        commands,
+        "rewrap",
+        "models:rewrap",
+        "Put an encrypted model folder under another master key, and sign it again.",
+        "secure-loader keygen alice-2027\nsecure-loader rewrap ./model-encrypted -k alice-2027 --release 2",
+        "Tensors are not encrypted again: only the keys that they are encrypted with are.",
+    )
+    p.add_argument("path", metavar="PATH", help="an encrypted folder; replaced when the new one is complete")
+    _new_keys(p, "the new master key: a NAME given to keygen, or a kid (default: the only one there is)")
+    p.add_argument("--release", metavar="N", type=int, help="the new release (default: as it is)")
+    _keys(p, "where the old master key is")
+    _trusting(p)
+
+
+def _env(commands: _Commands) -> None:
+    _command(
+        commands,
+        "env",
+        "system:env",
+        "Show versions, hooks, keys and problems of this installation.",
+        "secure-loader env\nsecure-loader env --json",
+    )
+
+
+def _config(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "config",
+        help="show the settings in force",
+        description="Settings come from config.toml in the home folder, then the environment.",
+        epilog="examples:\n  secure-loader config show\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
+    _command(
+        actions,
+        "show",
+        "system:config_show",
+        "Show the settings in force, and where each comes from.",
+        "secure-loader config show\nSECURE_LOADER_CONFIG=./config.toml secure-loader config show --json",
+    )
+
+
+def _models(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--model", metavar="PATTERN", action="append", dest="models", help=f"{text}; may be repeated")
+
+
+def _new_keys(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("-k", "--key", metavar="NAME", help=text)
+    parser.add_argument(
+        "--signing-key", metavar="NAME", help="signing key, likewise (default: the one made with --key)"
+    )
+
+
+def _keys(parser: argparse.ArgumentParser, text: str = "where the master key is") -> None:
+    parser.add_argument(
+        "--keys",
+        metavar="REF",
+        action="append",
+        help=f"{text}: a path, file:PATH or env:NAME, never the key itself; may be repeated (default: SECURE_LOADER_KEYS "
+        "and the home folder)",
+    )
+
+
+def _trusting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust",
+        metavar="PATH",
+        action="append",
+        help="trust the signers of this file or folder, and no others; may be repeated (default: the home folder's)",
+    )
+
+
+def _force_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="replace the model folder at DST")
+
+
+def _size(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2MiB or 65536")
+    factor = {"": 1, "b": 1, "k": 1024, "m": 1024 * 1024}[found[2][:1].lower()]
+    return int(found[1]) * factor

@@ -1,0 +1,190 @@
+"""keygen and trust."""
+
+from __future__ import annotations
+
+import datetime as dt
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ..core import strict_json, trust_files
+from ..core.keys.generate import NewKeys, generate_keys
+from ..core.source import read_small_file
+from ..core.trust import MAX_TRUST_FILE, TrustedSigner, parse_time, parse_trusted, read_trust_file
+from ..errors import ConfigError, FormatError, KeyAccessError, SecureLoaderError
+from .arguments import Arguments
+from .output import Output, clean, facts, table
+
+
+def keygen(args: Arguments, out: Output) -> None:
+    """``keygen NAME``."""
+    made = generate_keys(args.name, algorithm=args.algorithm, models=_patterns(args.models) or ("*",), force=args.force)
+    if made.replaced:
+        out.warn(
+            f"replaced the keys named {made.name!r}. Models encrypted with the old key no longer load, and models "
+            f"signed with it are no longer trusted, unless you put the old files back under other names ending in .jwk "
+            f"and .json: {', '.join(map(str, made.replaced))}"
+        )
+    out.result(asdict(made), _new_keys(made, out), report=True)
+
+
+def _new_keys(made: NewKeys, out: Output) -> list[str]:
+    folder = made.key_file.parent
+    return [
+        out.paint(f"Made keys for {made.name} in {clean(str(folder.parent))}", "bold"),
+        *facts(
+            [
+                ("master key", f"{made.key_id}  ({made.algorithm})"),
+                ("signing key", f"{made.signing_key_id}  (Ed25519, trusted here for {_for(made.models)})"),
+                ("thumbprint", made.thumbprint),
+            ]
+        ),
+        "",
+        *table(
+            ["file", "for whom"],
+            [
+                [_under(made.trust_file), "everybody who shall trust your models: secure-loader trust add FILE"],
+                [_under(made.key_file), "those who may load them; hand it over in secret, keep a backup"],
+                [_under(made.signing_key_file), "nobody: who has it can sign in your name"],
+            ],
+        ),
+    ]
+
+
+def _under(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def trust_list(args: Arguments, out: Output) -> None:
+    """``trust list``."""
+    del args
+    files = list(trust_files.list_trusted())
+    rows = [_row(f.path, f.signer) for f in files if f.signer is not None]
+    broken = [f for f in files if f.problem is not None]
+    lines = (
+        table(
+            ["name", "key id", "thumbprint", "models", "until"],
+            [[r["name"], r["key_id"], r["thumbprint"], ", ".join(r["models"]), r["until"] or "-"] for r in rows],
+            indent="",
+        )
+        if rows
+        else ["No signer is trusted: no encrypted model will load. Add one with: secure-loader trust add FILE"]
+    )
+    out.result({"signers": rows, "unusable": [str(f.path) for f in broken]}, lines)
+    for f in broken:
+        if f.problem is not None and f is not broken[-1]:
+            out.warn(f"{f.path}: {f.problem.message}")
+    if broken and broken[-1].problem is not None:
+        # One bad file stops every load, so it must not look as if all were well.
+        raise broken[-1].problem
+
+
+def _row(path: Path, signer: TrustedSigner) -> dict[str, Any]:
+    until = signer.not_after
+    return {
+        "name": path.stem,
+        "key_id": signer.key.kid,
+        "thumbprint": signer.key.thumbprint(),
+        "models": list(signer.models),
+        "until": None if until is None else until.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "expired": until is not None and dt.datetime.now(dt.UTC) >= until,
+        "file": str(path),
+    }
+
+
+def trust_add(args: Arguments, out: Output) -> None:
+    """``trust add FILE``."""
+    signer = _read_signer(args.file, args.name)
+    models = _patterns(args.models) or signer.models
+    signer = replace(signer, models=models, not_after=_until(args.until) or signer.not_after)
+    if signer.not_after is not None and signer.not_after <= dt.datetime.now(dt.UTC):
+        raise ConfigError(f"that signer would be trusted only until {signer.not_after:%Y-%m-%d}, which is past")
+    path = trust_files.add(signer, force=args.force)
+    row = _row(path, signer)
+    out.result(
+        row,
+        [
+            out.paint(f"Trusted from now on: {signer.name}", "bold"),
+            *facts(
+                [
+                    ("key id", signer.key.kid),
+                    ("thumbprint", row["thumbprint"]),
+                    ("models", _for(signer.models)),
+                    ("until", row["until"] or "you remove it"),
+                    ("file", str(path)),
+                ]
+            ),
+        ],
+        report=True,
+    )
+    out.note("Compare the thumbprint with the one that the publisher tells you in another way.")
+
+
+def trust_remove(args: Arguments, out: Output) -> None:
+    """``trust remove NAME``."""
+    path = trust_files.remove(args.name)
+    out.result({"removed": args.name, "file": str(path)}, [f"Trusted no more: {args.name}"], report=True)
+
+
+def trust_export(args: Arguments, out: Output) -> None:
+    """``trust export NAME``."""
+    path = trust_files.trust_file(args.name)
+    if not path.exists():
+        raise ConfigError(f"no signer named {args.name!r} is trusted", hint="see who is with: secure-loader trust list")
+    out.text(trust_files.document_bytes(read_trust_file(path)).decode())
+
+
+def _read_signer(file: str, name: str | None) -> TrustedSigner:
+    """A signer from a trust file, a public JWK or a JWK set with one key; private keys are refused."""
+    where = "standard input" if file == "-" else file
+    try:
+        data = sys.stdin.buffer.read(MAX_TRUST_FILE + 1) if file == "-" else read_small_file(file, MAX_TRUST_FILE)
+        if len(data) > MAX_TRUST_FILE:
+            raise FormatError(f"is larger than {MAX_TRUST_FILE:,} bytes")
+        doc = strict_json.loads(data, what="file", scan=True)
+        if isinstance(doc, dict) and "keys" in doc:
+            if not isinstance(doc["keys"], list) or len(doc["keys"]) != 1:
+                raise FormatError("is a JWK set that does not hold exactly one key")
+            doc = doc["keys"][0]
+        signer = parse_trusted(doc, "")
+    except KeyAccessError as e:
+        private = "private key material" in e.message
+        raise KeyAccessError(
+            "holds a private key, which is nobody else's business; only the public half is trusted"
+            if private
+            else e.message,
+            path=where,
+            hint="the publisher prints the public half with: secure-loader trust export NAME" if private else e.hint,
+        ) from None
+    except SecureLoaderError as e:
+        raise type(e)(e.message, path=where, hint=e.hint) from None
+    return replace(signer, name=_choose_name(name, signer, file))
+
+
+def _choose_name(name: str | None, signer: TrustedSigner, file: str) -> str:
+    if name is not None:
+        return trust_files.check_name(name)
+    for candidate in (signer.name, signer.key.kid, "" if file == "-" else Path(file).stem):
+        try:
+            return trust_files.check_name(candidate)
+        except ConfigError:
+            continue
+    raise ConfigError("neither the file nor its kid can serve as a name", hint="say one with --name")
+
+
+def _until(text: str | None) -> dt.datetime | None:
+    try:
+        return parse_time(text)
+    except FormatError as e:
+        raise ConfigError(f"--until: {e.message}") from None
+
+
+def _patterns(models: list[str] | None) -> tuple[str, ...]:
+    if models and not all(models):
+        raise ConfigError("a model pattern must not be empty")
+    return tuple(models or ())
+
+
+def _for(models: tuple[str, ...]) -> str:
+    return "every model" if "*" in models else ", ".join(models)

@@ -1,0 +1,249 @@
+"""encrypt, decrypt, verify, inspect and rewrap."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..core import inspection, trust_files
+from ..core.aead import CHUNK_SIZE
+from ..core.envelope import Policy
+from ..core.export import decrypt_model
+from ..core.inspection import FileSummary, Inspection
+from ..core.keys.jwk import MasterKey, SigningKey
+from ..core.policy import enforce
+from ..core.rewrap import rewrap_model
+from ..core.secrets import looks_like_key
+from ..core.writer import ModelReport, encrypt_model, resolve_master, resolve_signing
+from ..errors import ConfigError, PolicyDeniedError
+from .arguments import Arguments
+from .output import Output, clean, count, facts, human_bytes, human_seconds, table
+
+
+def encrypt(args: Arguments, out: Output) -> None:
+    """``encrypt SRC DST``."""
+    master, signing = _own_keys(args)
+    report = encrypt_model(
+        args.src,
+        args.dst,
+        key=master,
+        signing_key=signing,
+        model_id=args.model_id,
+        release=args.release,
+        version=args.format_version,
+        chunk_size=CHUNK_SIZE if args.chunk_size is None else args.chunk_size,
+        include=args.include,
+        exclude=args.exclude,
+        keep_names=args.keep_names,
+        force=args.force,
+        progress=out.progress,
+    )
+    if report.left_out:
+        out.warn(f"not taken over, weights in another format would lie there in clear: {', '.join(report.left_out)}")
+    _done(out, "Encrypted", report, master, signing)
+
+
+def decrypt(args: Arguments, out: Output) -> None:
+    """``decrypt SRC DST``."""
+    report = decrypt_model(
+        args.src, args.dst, keys=_references(args.keys), trust=args.trust, force=args.force, progress=out.progress
+    )
+    _done(out, "Decrypted", report)
+
+
+def rewrap(args: Arguments, out: Output) -> None:
+    """``rewrap PATH``."""
+    master, signing = _own_keys(args)
+    report = rewrap_model(
+        args.path,
+        key=master,
+        signing_key=signing,
+        keys=_references(args.keys),
+        trust=args.trust,
+        release=args.release,
+        progress=out.progress,
+    )
+    _done(out, "Rewrapped", report, master, signing)
+
+
+def _own_keys(args: Arguments) -> tuple[MasterKey, SigningKey]:
+    for option, name in (("--key", args.key), ("--signing-key", args.signing_key)):
+        if name is not None and name.lstrip().startswith(("{", "[")):
+            raise ConfigError(f"{option} takes the name of a key, never the key itself")
+    return resolve_master(args.key), resolve_signing(args.signing_key, args.key)
+
+
+def _references(keys: Sequence[str] | None) -> list[str] | None:
+    for reference in keys or ():
+        if looks_like_key(reference) and not os.path.lexists(reference):
+            raise ConfigError(
+                "--keys takes references (a path, file:PATH or env:NAME), never key material itself",
+                hint="arguments are seen by every process of the machine: if that was a key, replace it",
+            )
+    return None if keys is None else list(keys)
+
+
+def _done(
+    out: Output, verb: str, report: ModelReport, master: MasterKey | None = None, signing: SigningKey | None = None
+) -> None:
+    document: dict[str, Any] = asdict(report)
+    if master is not None and signing is not None:
+        document |= {"key_id": master.kid, "algorithm": master.algorithm.name, "signer_key_id": signing.kid}
+    speed = f" ({human_bytes(round(report.tensor_bytes / report.seconds))}/s)" if report.seconds > 0.05 else ""
+    lines = [
+        f"{out.paint(verb, 'green')} {clean(report.folder)}",
+        *facts(
+            [
+                ("model", f"{report.model_id}, release {report.release}"),
+                ("tensors", f"{_tensors(report.tensors, report.encrypted)}, {human_bytes(report.tensor_bytes)}"),
+                ("files", f"{count(report.shards, 'weight file')}, {count(report.files, 'other file')}"),
+                ("key", "" if master is None else f"{master.kid} ({master.algorithm.name})"),
+                ("signed by", "" if signing is None else signing.kid),
+                ("resumed", f"{count(report.reused_shards, 'finished weight file')}" if report.reused_shards else ""),
+                ("took", human_seconds(report.seconds) + speed),
+            ]
+        ),
+    ]
+    out.result(document, lines, report=True)
+
+
+def _tensors(tensors: int, encrypted: int) -> str:
+    if encrypted == tensors:
+        return f"{count(tensors, 'tensor')}, all encrypted"
+    return f"{count(tensors, 'tensor')}, {encrypted:,} encrypted, {tensors - encrypted:,} in clear"
+
+
+def verify(args: Arguments, out: Output) -> None:
+    """``verify PATH``."""
+    done = inspection.verify(args.path, trust=args.trust, full=args.full, progress=out.progress)
+    checked = "signature, file set, headers" + (", every stored byte" if done.full else "")
+    lines = [
+        f"{out.paint('Verified', 'green')} {clean(done.path)}",
+        *facts(
+            [
+                ("model", "" if done.model_id is None else f"{done.model_id}, release {done.release}"),
+                ("signer", f"{done.signer} ({done.signer_key_id})"),
+                (
+                    "holds",
+                    f"{count(done.files, 'file')}, {count(done.tensors, 'tensor')}, {human_bytes(done.tensor_bytes)}",
+                ),
+                ("checked", f"{checked}; took {human_seconds(done.seconds)}"),
+            ]
+        ),
+    ]
+    if not done.full:
+        lines.append("  Tensor bytes are checked when they are loaded; --full reads them all now.")
+    out.result(done.document(), lines, report=True)
+
+
+def inspect(args: Arguments, out: Output) -> None:
+    """``inspect PATH``."""
+    seen = inspection.inspect(args.path)
+    signers = {kid: _who(kid, out) for kid in _values(f.signer_key_id for f in seen.files)}
+    document = seen.document() | {"verified": False, "trusted_signers": {k: v[0] for k, v in signers.items()}}
+    lines = _summary(seen, {kid: text for kid, (_, text) in signers.items()}, out)
+    if args.tensors:
+        tensors = list(inspection.list_tensors(args.path))
+        document["tensors"] = [asdict(t) for t in tensors]
+        lines += ["", *_tensor_table(tensors, len(seen.files))]
+    encrypted = any(f.version is not None for f in seen.files)
+    if encrypted or seen.has_manifest:
+        lines += [
+            "",
+            f"Not verified: this is what it says about itself. Check with: secure-loader verify {clean(args.path)}",
+        ]
+    out.result(document, lines)
+
+
+def _summary(seen: Inspection, signers: dict[str, str], out: Output) -> list[str]:
+    files = seen.files
+    tensors, encrypted = sum(f.tensors for f in files), sum(f.encrypted for f in files)
+    dtypes = sum((Counter(f.dtypes) for f in files), Counter[str]())
+    kinds = ", ".join(f"{n:,} {code}" for code, n in dtypes.most_common())
+    held = _tensors(tensors, encrypted) if encrypted else f"{count(tensors, 'tensor')}, none encrypted"
+    made = f", {seen.created}" if seen.created else ""
+    lines = [
+        out.paint(clean(seen.path), "bold"),
+        *facts(
+            [
+                ("model", "" if seen.model_id is None else f"{seen.model_id}, release {seen.release}{made}"),
+                ("format", _join(_format(f) for f in files)),
+                ("manifest", "signed" if seen.has_manifest else "none" if Path(seen.path).is_dir() else ""),
+                ("tensors", f"{held}, {human_bytes(sum(f.tensor_bytes for f in files))} ({kinds or 'empty'})"),
+                ("key", _join(f"{f.key_id} ({f.algorithm})" for f in files if f.key_id)),
+                ("signer", _join(signers.values())),
+                ("policy", _join(_policy(f) for f in files)),
+            ]
+        ),
+        "",
+        *table(
+            ["file", "size", "tensors", "encrypted"],
+            [[f.name, human_bytes(f.nbytes), f"{f.tensors:,}", f"{f.encrypted:,}"] for f in files],
+            right=(1, 2, 3),
+        ),
+    ]
+    if seen.other_files:
+        names = sorted(seen.other_files)
+        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+        size = human_bytes(sum(seen.other_files.values()))
+        lines.append(f"  and {count(len(names), 'other file')}, {size}: {clean(', '.join(names[:6]))}{more}")
+    return lines
+
+
+def _format(file: FileSummary) -> str:
+    if file.version is None:
+        return "plain safetensors: not encrypted, not signed"
+    profile = "with profile 1" if file.profile else "without profile 1"
+    chunks = "" if file.chunk_size is None else f", chunks of {human_bytes(file.chunk_size)}"
+    return f"CryptoTensors {file.version} {profile}{chunks}"
+
+
+def _policy(file: FileSummary) -> str:
+    if file.local_policy is None:
+        return ""
+    try:
+        enforce(Policy(file.local_policy, ""))
+    except PolicyDeniedError:
+        return f"{len(file.local_policy):,} characters of Rego, which this release cannot evaluate and therefore denies"
+    return ""
+
+
+def _who(kid: str, out: Output) -> tuple[list[str], str]:
+    """The local names of a signer, and what to tell a person. A kid is only a name: verify is what checks it."""
+    known = []
+    for file in trust_files.list_trusted():
+        if file.problem is not None:
+            out.warn(f"{file.path}: {file.problem.message}")
+        elif file.signer is not None and file.signer.key.kid == kid:
+            known.append(file)
+    if not known:
+        return [], f"{kid}: not in your trust store"
+    names = [f.path.stem for f in known]
+    models = sorted({m for f in known if f.signer for m in f.signer.models})
+    return (
+        names,
+        f"{kid}: in your trust store as {', '.join(names)}, for {'every model' if '*' in models else ', '.join(models)}",
+    )
+
+
+def _tensor_table(tensors: Iterable[inspection.TensorSummary], files: int) -> list[str]:
+    head = ["tensor", "dtype", "shape", "bytes", "stored"]
+    rows = [
+        [t.name, t.dtype, f"[{', '.join(map(str, t.shape))}]", f"{t.nbytes:,}", "encrypted" if t.encrypted else "clear"]
+        + ([t.file] if files > 1 else [])
+        for t in tensors
+    ]
+    return table(head + (["file"] if files > 1 else []), rows, right=(3,))
+
+
+def _values(items: Iterable[str | None]) -> list[str]:
+    return list(dict.fromkeys(item for item in items if item))
+
+
+def _join(items: Iterable[str]) -> str:
+    """What all files have in common, or everything that occurs."""
+    return "; ".join(_values(items))
