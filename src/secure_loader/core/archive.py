@@ -107,7 +107,8 @@ class TensorFile:
         with self._lock:
             if self._deks is None:
                 assert self.envelope is not None  # noqa: S101 - only sealed tensors get here
-                self._deks = unwrap_deks(self.envelope, self._keys, self.source.path)
+                sealed = self.envelope.records
+                self._deks = unwrap_deks(self.envelope, self._keys, self.source.path) if sealed else {}
             return self._deks
 
     def read_into(self, name: str, out: memoryview, start: int = 0) -> None:

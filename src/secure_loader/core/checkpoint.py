@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import ManifestError, MissingFileError, SecureLoaderError
+from ..errors import FormatError, ManifestError, MissingFileError, SecureLoaderError
 from . import index
 from . import manifest as mf
 from .archive import TensorFile
@@ -42,6 +42,7 @@ class Checkpoint:
         self.session = session
         self.manifest: mf.Manifest | None = None
         self.signer: TrustedSigner | None = None
+        self._places: dict[int, str] = {}
         if not self.folder.is_dir():
             raise MissingFileError("no such folder", path=self.folder)
         config = session.config
@@ -52,6 +53,7 @@ class Checkpoint:
         self.manifest, self.signer = mf.read(self.folder, session.trust)
         check_release(self.manifest.model_id, self.signer.key.thumbprint(), self.manifest.release)
         mf.check_files(self.folder, self.manifest, partial=partial)
+        self._check_index(self.manifest)
 
     def shards(self) -> list[str]:
         """Relative paths of the safetensors files, sorted."""
@@ -94,6 +96,18 @@ class Checkpoint:
             raise annotate(e, str(self.folder)) from None
         return file
 
+    def _check_index(self, manifest: mf.Manifest) -> None:
+        """What frameworks read is the index, what is signed tensor by tensor is the manifest: they must agree."""
+        try:
+            found = index.find(self.folder, set(manifest.weights.values()))
+        except FormatError as e:
+            raise ManifestError(f"the index: {e.message}", path=e.path or self.folder) from None
+        if found is None:
+            if len(set(manifest.weights.values())) > 1:
+                raise ManifestError("several shards, and no index that says which holds what", path=self.folder)
+        elif found[1] != manifest.weights:
+            raise ManifestError("its weight_map differs from the signed manifest", path=found[0])
+
     def _check_shard(self, file: TensorFile, shard: str, entry: mf.FileEntry) -> None:
         assert self.manifest is not None  # noqa: S101 - only called with one
         # The folder was checked by path a moment ago; what counts is the file that is open now.
@@ -105,5 +119,10 @@ class Checkpoint:
         if profile is None or (profile.model_id, profile.release) != (self.manifest.model_id, self.manifest.release):
             raise ManifestError(f"{shard} belongs to another model or release")
         mine = {name for name, where in self.manifest.weights.items() if where == shard}
-        if mine and mine != file.header.tensors.keys():
+        if not mine:
+            return  # not of the root checkpoint
+        if mine != file.header.tensors.keys():
             raise ManifestError(f"{shard} does not hold the tensors that the manifest says")
+        place, number = profile.shard
+        if number != len(set(self.manifest.weights.values())) or self._places.setdefault(place, shard) != shard:
+            raise ManifestError(f"{shard} calls itself number {place} of {number}, which does not fit the other shards")

@@ -33,7 +33,7 @@ _PRIVATE_MEMBERS = {"k", "d", "p", "q", "dp", "dq", "qi", "priv"}
 _KID = re.compile(r"[^\x00-\x1f\x7f/]{1,256}")
 _MODEL_ID = re.compile(r"[^\x00-\x1f\x7f]{1,256}")
 _FILE_ID = re.compile(r"[0-9a-f]{32}")
-_CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+_CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +158,14 @@ def parse(header: Header) -> Envelope:
         raise UnsupportedVersionError(f"version {version[:40]!r} of CryptoTensors is unknown; 1 and 2 are supported")
     if strict:
         _only(keys, {"chunk_size", "enc", "sign", "version"}, CRYPTO_KEYS)
+        if ("chunk_size" in keys) != (version == "2"):
+            raise FormatError("chunk_size belongs to version 2, and only to it")
+        _only({k: v for k, v in meta.items() if k.startswith("__")}, {*_REQUIRED, PROFILE, NOTICE}, "__metadata__")
     chunk_size = _chunk_size(keys, version)
     enc = _key_hint(keys.get("enc"), "enc", "oct", strict=strict)
     sign = _key_hint(keys.get("sign"), "sign", "okp", strict=strict)
-    algorithm = _algorithm(enc.alg)
-    if sign.alg.lower() not in ("ed25519", "eddsa"):
+    algorithm = _algorithm(enc.alg, strict=strict)
+    if sign.alg != "ed25519" and (strict or sign.alg.lower() not in ("ed25519", "eddsa")):
         raise UnsupportedVersionError(f"signature algorithm {sign.alg[:40]!r} is unknown; ed25519 is supported")
     records = _records(_object(meta[ENCRYPTION], ENCRYPTION), header, algorithm, chunk_size, strict=strict)
     policy = _object(meta[POLICY], POLICY)
@@ -229,6 +232,13 @@ def metadata(envelope: Envelope) -> dict[str, str]:
     return out
 
 
+def check_created(created: object) -> str:
+    """Returns ``created``; raises FormatError unless it is an RFC 3339 time in UTC, to the second."""
+    if not isinstance(created, str) or not _CREATED.fullmatch(created):
+        raise FormatError("created is not an RFC 3339 time in UTC")
+    return created
+
+
 def check_model_id(model_id: str) -> str:
     """Returns ``model_id``; raises FormatError unless it is 1 to 256 characters without controls."""
     if not _MODEL_ID.fullmatch(model_id):
@@ -288,7 +298,7 @@ def _key_hint(doc: Any, what: str, kty: str, *, strict: bool) -> KeyHint:
     kid, alg, jku = doc.get("kid"), doc.get("alg"), doc.get("jku")
     if not isinstance(kid, str) or not _KID.fullmatch(kid):
         raise FormatError(f"{what} has no usable kid: 1 to 256 characters, no '/' and no controls")
-    if not isinstance(alg, str) or not isinstance(doc.get("kty"), str) or doc["kty"].lower() != kty:
+    if not isinstance(alg, str) or not isinstance(doc.get("kty"), str) or _spelled(doc["kty"], strict=strict) != kty:
         raise FormatError(f"{what} must have kty {kty!r} and an alg")
     if jku is not None and not isinstance(jku, str):
         raise FormatError(f"{what} has a jku that is not a string")
@@ -297,8 +307,13 @@ def _key_hint(doc: Any, what: str, kty: str, *, strict: bool) -> KeyHint:
     return KeyHint(kid, alg, doc["kty"], jku)
 
 
-def _algorithm(alg: str) -> Algorithm:
-    found = ALGORITHMS.get(alg.replace("-", "").lower())
+def _spelled(text: str, *, strict: bool) -> str:
+    """CryptoTensors compares names without hyphens and case; profile 1 has one spelling of everything."""
+    return text if strict else text.replace("-", "").lower()
+
+
+def _algorithm(alg: str, *, strict: bool) -> Algorithm:
+    found = ALGORITHMS.get(_spelled(alg, strict=strict))
     if found is None:
         raise UnsupportedVersionError(f"algorithm {alg[:40]!r} is unknown; {', '.join(ALGORITHMS)} are supported")
     return found
@@ -373,8 +388,6 @@ def _profile(doc: Mapping[str, Any], header: Header, chunk_size: int | None) -> 
         raise FormatError("model_id is not a string")
     if not strict_json.is_count(doc["release"]) or doc["release"] > MAX_RELEASE:
         raise FormatError("release is not a whole number below 2**53")
-    if not isinstance(created, str) or not _CREATED.fullmatch(created):
-        raise FormatError("created is not an RFC 3339 time in UTC")
     if not isinstance(shard, list) or len(shard) != 2 or not all(strict_json.is_count(n) for n in shard):
         raise FormatError("shard is not [position, number]")
     if not 1 <= shard[0] <= shard[1]:
@@ -385,7 +398,7 @@ def _profile(doc: Mapping[str, Any], header: Header, chunk_size: int | None) -> 
         model_id=check_model_id(model_id),
         release=doc["release"],
         shard=(shard[0], shard[1]),
-        created=created,
+        created=check_created(created),
         kcv=unbase64(doc["kcv"], 16, "kcv"),
         digest_chunk_size=size,
         digests=digests,

@@ -19,7 +19,8 @@ from .report import Advance, progress_bar
 from .secrets import wipe
 from .session import KeySources, Session, TrustSources
 from .staging import discard, staged_folder
-from .writer import ModelReport, check_apart, plain_name
+from .survey import plain_name
+from .writer import ModelReport, check_apart
 
 
 def decrypt_model(

@@ -112,7 +112,10 @@ def parse(raw: bytes, body_bytes: int) -> Header:
     """
     if not raw.startswith(b"{"):
         raise FormatError("the header does not start with '{'")
-    doc = strict_json.loads(raw.rstrip(b" "), what="header")
+    text = raw.rstrip(b" ")
+    if not text.endswith(b"}"):
+        raise FormatError("the header does not end with '}' and spaces")
+    doc = strict_json.loads(text, what="header")
     if not isinstance(doc, dict):
         raise FormatError("the header is not a JSON object")
     has_metadata = "__metadata__" in doc

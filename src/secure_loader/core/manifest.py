@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import FormatError, ManifestError, MissingFileError, SourceError, UnsupportedVersionError
 from . import header as hdr
 from . import strict_json
-from .envelope import MAX_RELEASE, check_model_id
+from .envelope import MAX_RELEASE, check_created, check_model_id
 from .keys.jwk import SigningKey
 from .source import FileSource, read_small_file
 from .trust import TrustedSigner, TrustStore
@@ -142,22 +142,24 @@ def _parse(data: bytes) -> tuple[Manifest, bytes, bytes, str]:
 def _manifest(doc: Any) -> Manifest:
     if not isinstance(doc, dict):
         raise FormatError("the manifest payload is not an object")
-    if doc.get("profile") != 1:
+    if type(doc.get("profile")) is not int or doc["profile"] != 1:
         raise UnsupportedVersionError(f"manifest profile {str(doc.get('profile'))[:40]} is unknown")
     if doc.keys() != {"profile", "model_id", "release", "created", "files", "weights"}:
         raise FormatError("the manifest payload has missing or unknown members")
     model_id, release, files, weights = doc["model_id"], doc["release"], doc["files"], doc["weights"]
-    if not isinstance(model_id, str) or not isinstance(doc["created"], str):
-        raise FormatError("model_id and created must be strings")
+    if not isinstance(model_id, str):
+        raise FormatError("model_id must be a string")
     if not strict_json.is_count(release) or release > MAX_RELEASE:
         raise FormatError("release is not a whole number below 2**53")
     if not isinstance(files, dict) or not isinstance(weights, dict):
         raise FormatError("files and weights must be objects")
     entries = {check_relative(name): _entry(name, entry) for name, entry in files.items()}
+    if MANIFEST in entries:
+        raise FormatError("the manifest cannot list itself")
     for shard in weights.values():
         if not isinstance(shard, str) or shard not in entries or entries[shard].header_sha256 is None:
             raise FormatError("weights names a file that is not a listed shard")
-    return Manifest(check_model_id(model_id), release, doc["created"], entries, weights)
+    return Manifest(check_model_id(model_id), release, check_created(doc["created"]), entries, weights)
 
 
 def _entry(name: str, doc: Any) -> FileEntry:

@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from ..errors import ConfigError, FormatError, KeyAccessError, SignatureError, UntrustedSignerError
 from . import strict_json
-from .envelope import SIGNATURE, Envelope
-from .header import Header, file_prefix
+from .envelope import SIGNATURE, Envelope, metadata
+from .header import LENGTH, Header, canonical_json, file_prefix
 from .keys.jwk import VerifyKey, parse_key
 from .source import read_small_file
 
@@ -158,11 +158,21 @@ def verify_header(header: Header, envelope: Envelope, trust: TrustStore) -> Veri
         UntrustedSignerError: As :meth:`TrustStore.verify`.
     """
     profile = envelope.profile
-    if profile is not None and file_prefix(header.canonical_json())[8:] != header.raw:
-        raise SignatureError("the header is not in canonical form: rewritten after signing")
+    if profile is not None:
+        _check_canonical(header, envelope)
     model_id = None if profile is None else profile.model_id
     signer = trust.verify(signed_bytes(header), envelope.signature, envelope.sign.kid, model_id)
     return VerifiedHeader(header, envelope, signer, profile is None, _DOOR)
+
+
+def _check_canonical(header: Header, envelope: Envelope) -> None:
+    """Under profile 1 everything is written in one way only, so the signature covers the bytes, not a reading of them."""
+    ordered = sorted(header.tensors.values(), key=lambda t: (t.start, t.stop, t.name))
+    again = metadata(envelope)
+    if file_prefix(canonical_json(header.metadata, ordered))[LENGTH.size :] != header.raw or any(
+        header.metadata[name] != text for name, text in again.items()
+    ):
+        raise SignatureError("the header is not in canonical form: rewritten after signing")
 
 
 def read_trust_file(path: Path) -> TrustedSigner:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import ConfigError, MissingFileError, SecureLoaderError
-from . import envelope as env
+from ..errors import ConfigError, SecureLoaderError
 from . import header as hdr
 from . import index, strict_json
 from . import manifest as mf
@@ -26,18 +24,10 @@ from .keys.local import find_master_key, find_signing_key
 from .report import Advance, progress_bar
 from .seal import PlainTensor, Publication, write_file
 from .session import Session
-from .source import FileSource, read_header
+from .source import FileSource
 from .staging import Staging, staged_folder
+from .survey import Survey, survey
 from .trust import TrustedSigner, TrustStore
-
-# Weights in other formats would lie beside the encrypted ones in clear.
-PLAINTEXT_WEIGHTS = frozenset(
-    {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data", ".npz", ".npy", ".pkl"}
-    | {".pickle", ".joblib", ".tflite", ".ot", ".mlmodel"}
-)
-_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-_SECURE_SHARD = re.compile(r"model\.secure(-\d+-of-\d+)?\.safetensors")
-_INDEX, _SECURE_INDEX = "model.safetensors.index.json", "model.safetensors.index.secure.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +129,7 @@ def encrypt_model(
         chunk_size=chunk_size,
     )
     check_apart(source, target)
-    plan = _survey(source, keep_names=keep_names)
+    plan = survey(source, keep_names=keep_names)
     sealed = _choose(plan, include, exclude)
     fingerprint = {
         "files": [[n, (source / n).stat().st_size, (source / n).stat().st_mtime_ns] for n in plan.everything],
@@ -169,88 +159,7 @@ def encrypt_model(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """A source folder, surveyed.
-
-    Attributes:
-        headers: By path, of every safetensors file.
-        names: Path in the new folder, by path in the source.
-        index: Path of the root index, or None.
-        weights: Tensor to shard, both as in the new folder, for the root checkpoint.
-        others: Files that are copied.
-        left_out: Weights in other formats.
-    """
-
-    headers: dict[str, hdr.Header]
-    names: dict[str, str]
-    index: str | None
-    weights: dict[str, str]
-    others: list[str]
-    left_out: list[str]
-
-    @property
-    def everything(self) -> list[str]:
-        """All files that are read."""
-        return sorted([*self.headers, *self.others, *([self.index] if self.index else [])])
-
-
-def _survey(source: Path, *, keep_names: bool) -> _Plan:
-    if not source.is_dir():
-        raise MissingFileError("no such folder", path=source)
-    files = list(mf.list_files(source))
-    if mf.MANIFEST in files:
-        raise ConfigError("is encrypted already", path=source)
-    headers: dict[str, hdr.Header] = {}
-    others, left_out = [], []
-    for name in files:
-        if not (source / name).is_file():
-            raise ConfigError(f"{name} is a link to a folder, or no regular file", path=source)
-        if name.endswith(".safetensors"):
-            with FileSource(source / name) as opened:
-                headers[name] = read_header(opened)
-            if env.is_encrypted(headers[name]):
-                raise ConfigError("is encrypted already", path=source / name)
-        elif Path(name).suffix in PLAINTEXT_WEIGHTS or ".pytorch" in name:
-            left_out.append(name)
-        else:
-            others.append(name)
-    if not headers:
-        raise ConfigError("holds no safetensors files", path=source, hint="save it with save_pretrained first")
-    root = [name for name in headers if "/" not in name]
-    names = {name: name if keep_names else secure_name(name) for name in headers}
-    found = index.find(source, root)
-    if found is None:
-        main = "model.safetensors" if "model.safetensors" in root else root[0] if len(root) == 1 else None
-        return _Plan(
-            headers, names, None, dict.fromkeys(headers[main].tensors, names[main]) if main else {}, others, left_out
-        )
-    path, weight_map = found
-    for tensor, shard in weight_map.items():
-        if tensor not in headers[shard].tensors:
-            raise ConfigError(f"{path.name} says that {shard} holds {tensor!r}, but it does not", path=source)
-    others.remove(path.name)
-    names[path.name] = path.name if keep_names else _rename(path.name, {_INDEX: _SECURE_INDEX})
-    return _Plan(headers, names, path.name, {t: names[s] for t, s in weight_map.items()}, others, left_out)
-
-
-def secure_name(name: str) -> str:
-    """Upstream's variant name of a root checkpoint file: ``model.secure.safetensors``; other names are kept."""
-    found = _SHARD.fullmatch(name)
-    return f"model.secure{found[1] or ''}.safetensors" if found else name
-
-
-def plain_name(name: str) -> str:
-    """The inverse of :func:`secure_name`, for shards and the index."""
-    found = _SECURE_SHARD.fullmatch(name)
-    return f"model{found[1] or ''}.safetensors" if found else _rename(name, {_SECURE_INDEX: _INDEX})
-
-
-def _rename(name: str, names: Mapping[str, str]) -> str:
-    return names.get(name, name)
-
-
-def _choose(plan: _Plan, include: Sequence[str], exclude: Sequence[str]) -> set[str]:
+def _choose(plan: Survey, include: Sequence[str], exclude: Sequence[str]) -> set[str]:
     """``shard/tensor`` keys of the tensors to be sealed."""
     names = {tensor for h in plan.headers.values() for tensor in h.tensors}
     for pattern in (*include, *exclude):
@@ -280,7 +189,7 @@ def _resume(staging: Staging, publication: Publication) -> tuple[Publication, bo
 def _write_shards(
     source: Path,
     staging: Staging,
-    plan: _Plan,
+    plan: Survey,
     sealed: set[str],
     publication: Publication,
     advance: Advance,
@@ -291,7 +200,10 @@ def _write_shards(
     mine = TrustStore([TrustedSigner("self", publication.signing.verify_key())])
     session = Session(keys=publication.master, trust=mine)
     reused = 0
-    for i, (name, header) in enumerate(sorted(plan.headers.items()), 1):
+    root = sorted(set(plan.weights.values()))
+    for name, header in sorted(plan.headers.items()):
+        # Files beside the root checkpoint (adapters, heads in subfolders) stand alone.
+        place = (root.index(plan.names[name]) + 1, len(root)) if plan.names[name] in root else (1, 1)
         target = staging.folder / plan.names[name]
         if resumed and _is_finished(target, header, session):
             reused += 1
@@ -311,7 +223,7 @@ def _write_shards(
                 for t in header.tensors.values()
             ]
             metadata = public_metadata(header)
-            write_file(target, tensors, metadata, publication, shard=(i, len(plan.headers)), advance=advance)
+            write_file(target, tensors, metadata, publication, shard=place, advance=advance)
     return reused
 
 
@@ -325,7 +237,7 @@ def _is_finished(target: Path, header: hdr.Header, session: Session) -> bool:
         return file.header.tensors.keys() == header.tensors.keys() and file.header.body_bytes == header.body_bytes
 
 
-def _write_others(source: Path, folder: Path, plan: _Plan) -> None:
+def _write_others(source: Path, folder: Path, plan: Survey) -> None:
     for name in plan.others:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         copy_file(source / name, folder / name)
