@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..errors import FormatError, ManifestError, MissingFileError, SourceError, UnsupportedVersionError
+from ..errors import FormatError, ManifestError, MissingFileError, SecureLoaderError, UnsupportedVersionError
 from . import header as hdr
 from . import strict_json
 from .envelope import MAX_RELEASE, check_created, check_model_id
@@ -108,7 +108,7 @@ def read(folder: Path, trust: TrustStore) -> tuple[Manifest, TrustedSigner]:
     try:
         manifest, message, signature, kid = _parse(data)
         return manifest, trust.verify(message, signature, kid, manifest.model_id)
-    except (FormatError, SourceError) as e:
+    except SecureLoaderError as e:
         raise type(e)(e.message, hint=e.hint, path=path) from None
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ...errors import KeyAccessError, SourceError
+from ...errors import ConfigError, KeyAccessError, SourceError
 from ..source import FileSource
 from .jwk import Jwk, MasterKey, SigningKey, parse_keys
-from .provider import KeyRequest, LocalUnwrapper, Unwrapper
+from .provider import KeyRequest, LocalUnwrapper, Unwrapper, split_reference
 
 MAX_KEY_FILE = 64 * 1024
 _SUFFIXES = (".json", ".jwk", ".jwks")
@@ -39,17 +39,21 @@ class EnvProvider:
 
     def resolve(self, reference: str, request: KeyRequest) -> Unwrapper | None:
         """See :meth:`core.keys.provider.KeyProvider.resolve`; ``reference`` is the variable's name."""
-        with _env_lock:
-            text = os.environ.pop(reference, None)
-            if text is not None:
-                _env_seen[reference] = parse_keys(text, f"environment variable {reference}")
-            keys = _env_seen.get(reference)
-        if keys is None:
-            raise KeyAccessError(
-                f"environment variable {reference} is not set",
-                hint="it is removed once it was read; a child process needs the key in a file",
-            )
-        return _pick(keys, request)
+        return _pick(_from_environment(reference), request)
+
+
+def _from_environment(variable: str) -> list[Jwk]:
+    with _env_lock:
+        text = os.environ.pop(variable, None)
+        if text is not None:
+            _env_seen[variable] = parse_keys(text, f"environment variable {variable}")
+        keys = _env_seen.get(variable)
+    if keys is None:
+        raise KeyAccessError(
+            f"environment variable {variable} is not set",
+            hint="it is removed once it was read; a child process needs the key in a file",
+        )
+    return keys
 
 
 def _pick(keys: list[Jwk], request: KeyRequest) -> Unwrapper | None:
@@ -91,8 +95,23 @@ def read_keys(path: Path) -> list[Jwk]:
         KeyAccessError: Missing, kept carelessly, or malformed.
     """
     if path.is_dir():
-        return [key for file in sorted(_key_files(path)) for key in _read_file(file)]
+        return [key for file in sorted(key_files(path)) for key in _read_file(file)]
     return _read_file(path)
+
+
+def keys_at(reference: str) -> list[Jwk]:
+    """All keys behind a plain path, a ``file:`` or an ``env:`` reference: those that can be used to write.
+
+    Raises:
+        ConfigError: A reference of another kind.
+        KeyAccessError: Missing, kept carelessly, or malformed.
+    """
+    scheme, rest = split_reference(reference)
+    if scheme == "env":
+        return _from_environment(rest)
+    if scheme != "file":
+        raise ConfigError(f"a {scheme}: reference cannot be used to write; file: and env: can")
+    return read_keys(path_of(rest))
 
 
 def find_signing_key(paths: list[Path], name: str | None = None) -> SigningKey:
@@ -119,7 +138,7 @@ def _all(paths: list[Path], name: str | None) -> Iterator[Jwk]:
     for path in paths:
         if not path.exists():
             continue
-        files = sorted(_key_files(path)) if path.is_dir() else [path]
+        files = sorted(key_files(path)) if path.is_dir() else [path]
         for file in files:
             # `keygen NAME` writes NAME.enc.jwk and NAME.sign.jwk.
             named = name is not None and file.name in (f"{name}.enc.jwk", f"{name}.sign.jwk")
@@ -138,7 +157,8 @@ def _only(hits: list[_K], what: str, name: str | None) -> _K:
     raise KeyAccessError(f"there are several {what}s: {', '.join(kids)}", hint="say which one with --key NAME")
 
 
-def _key_files(folder: Path) -> Iterator[Path]:
+def key_files(folder: Path) -> Iterator[Path]:
+    """The files of a folder that count as key files."""
     for entry in folder.iterdir():
         if entry.suffix in _SUFFIXES and not entry.name.startswith("."):
             yield entry
