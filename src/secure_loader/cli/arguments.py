@@ -179,7 +179,7 @@ def _encrypt(commands: _Commands) -> None:
     )
     p.add_argument("src", metavar="SRC", help="a folder as save_pretrained writes it")
     p.add_argument("dst", metavar="DST", help="the new folder")
-    _new_keys(p, "master key: a NAME given to keygen, or a kid (default: the only one there is)")
+    _new_keys(p, "master key: a NAME given to keygen, a kid, file:PATH or env:NAME (default: the only one there is)")
     p.add_argument("--model-id", metavar="ID", help="what trust stores match (default: the name of SRC)")
     p.add_argument("--release", metavar="N", type=int, default=1, help="grows with every publication (default: 1)")
     p.add_argument(
@@ -260,7 +260,9 @@ def _rewrap(commands: _Commands) -> None:
         "Tensors are not encrypted again: only the keys that they are encrypted with are.",
     )
     p.add_argument("path", metavar="PATH", help="an encrypted folder; replaced when the new one is complete")
-    _new_keys(p, "the new master key: a NAME given to keygen, or a kid (default: the only one there is)")
+    _new_keys(
+        p, "the new master key: a NAME given to keygen, a kid, file:PATH or env:NAME (default: the only one there is)"
+    )
     p.add_argument("--release", metavar="N", type=int, help="the new release (default: as it is)")
     _keys(p, "where the old master key is")
     _trusting(p)

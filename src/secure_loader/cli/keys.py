@@ -65,7 +65,7 @@ def trust_list(args: Arguments, out: Output) -> None:
     lines = (
         table(
             ["name", "key id", "thumbprint", "models", "until"],
-            [[r["name"], r["key_id"], r["thumbprint"], ", ".join(r["models"]), r["until"] or "-"] for r in rows],
+            [[r["name"], r["key_id"], r["thumbprint"], ", ".join(r["models"]), _when(r)] for r in rows],
             indent="",
         )
         if rows
@@ -91,6 +91,10 @@ def _row(path: Path, signer: TrustedSigner) -> dict[str, Any]:
         "expired": until is not None and dt.datetime.now(dt.UTC) >= until,
         "file": str(path),
     }
+
+
+def _when(row: dict[str, Any]) -> str:
+    return f"{row['until']}{' (expired)' if row['expired'] else ''}" if row["until"] else "-"
 
 
 def trust_add(args: Arguments, out: Output) -> None:

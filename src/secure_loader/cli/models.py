@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..core import inspection, trust_files
 from ..core.aead import CHUNK_SIZE
@@ -15,13 +16,17 @@ from ..core.envelope import Policy
 from ..core.export import decrypt_model
 from ..core.inspection import FileSummary, Inspection
 from ..core.keys.jwk import MasterKey, SigningKey
+from ..core.keys.local import keys_at
 from ..core.policy import enforce
 from ..core.rewrap import rewrap_model
 from ..core.secrets import looks_like_key
 from ..core.writer import ModelReport, encrypt_model, resolve_master, resolve_signing
-from ..errors import ConfigError, PolicyDeniedError
+from ..errors import ConfigError, KeyAccessError, PolicyDeniedError
 from .arguments import Arguments
 from .output import Output, clean, count, facts, human_bytes, human_seconds, table
+
+_K = TypeVar("_K", MasterKey, SigningKey)
+_WHAT: dict[type, str] = {MasterKey: "master key", SigningKey: "signing key"}
 
 
 def encrypt(args: Arguments, out: Output) -> None:
@@ -71,20 +76,46 @@ def rewrap(args: Arguments, out: Output) -> None:
 
 
 def _own_keys(args: Arguments) -> tuple[MasterKey, SigningKey]:
-    for option, name in (("--key", args.key), ("--signing-key", args.signing_key)):
-        if name is not None and name.lstrip().startswith(("{", "[")):
-            raise ConfigError(f"{option} takes the name of a key, never the key itself")
-    return resolve_master(args.key), resolve_signing(args.signing_key, args.key)
+    """The keys to write with: by NAME or kid from the home folder, or by reference."""
+    key, signing = args.key, args.signing_key
+    try:
+        if _is_reference(key):
+            master, together = _only(MasterKey, key), None
+        else:
+            master, together = resolve_master(key), key
+        return master, _only(SigningKey, signing) if _is_reference(signing) else resolve_signing(signing, together)
+    except KeyAccessError:
+        # Only now: a kid may look like a key, and it was not the name of one.
+        for option, value in (("--key", key), ("--signing-key", signing)):
+            if value is not None:
+                _refuse_material(option, value)
+        raise
+
+
+def _is_reference(value: str | None) -> bool:
+    return value is not None and not looks_like_key(value) and ("/" in value or value.startswith(("file:", "env:")))
+
+
+def _only(kind: type[_K], reference: str) -> _K:
+    keys = [key for key in keys_at(reference) if isinstance(key, kind)]
+    if len(keys) != 1:
+        raise KeyAccessError(f"{reference} holds {count(len(keys), _WHAT[kind])} instead of one")
+    return keys[0]
 
 
 def _references(keys: Sequence[str] | None) -> list[str] | None:
     for reference in keys or ():
-        if looks_like_key(reference) and not os.path.lexists(reference):
-            raise ConfigError(
-                "--keys takes references (a path, file:PATH or env:NAME), never key material itself",
-                hint="arguments are seen by every process of the machine: if that was a key, replace it",
-            )
+        _refuse_material("--keys", reference)
     return None if keys is None else list(keys)
+
+
+def _refuse_material(option: str, value: str) -> None:
+    """Raises ConfigError for what may be a key, without showing it. A file may well be called like one."""
+    if looks_like_key(value) and not os.path.lexists(value):
+        raise ConfigError(
+            f"{option} takes the name of a key or the way to one, never key material itself",
+            hint="every process of this machine can see arguments: if that was a key, replace it",
+        )
 
 
 def _done(
@@ -93,13 +124,15 @@ def _done(
     document: dict[str, Any] = asdict(report)
     if master is not None and signing is not None:
         document |= {"key_id": master.kid, "algorithm": master.algorithm.name, "signer_key_id": signing.kid}
+    plain = master is None
+    tensors = count(report.tensors, "tensor") if plain else _tensors(report.tensors, report.encrypted)
     speed = f" ({human_bytes(round(report.tensor_bytes / report.seconds))}/s)" if report.seconds > 0.05 else ""
     lines = [
         f"{out.paint(verb, 'green')} {clean(report.folder)}",
         *facts(
             [
                 ("model", f"{report.model_id}, release {report.release}"),
-                ("tensors", f"{_tensors(report.tensors, report.encrypted)}, {human_bytes(report.tensor_bytes)}"),
+                ("tensors", f"{tensors}, {human_bytes(report.tensor_bytes)}"),
                 ("files", f"{count(report.shards, 'weight file')}, {count(report.files, 'other file')}"),
                 ("key", "" if master is None else f"{master.kid} ({master.algorithm.name})"),
                 ("signed by", "" if signing is None else signing.kid),
@@ -154,7 +187,7 @@ def inspect(args: Arguments, out: Output) -> None:
     if encrypted or seen.has_manifest:
         lines += [
             "",
-            f"Not verified: this is what it says about itself. Check with: secure-loader verify {clean(args.path)}",
+            f"Not verified: this is what it says about itself. Check with: secure-loader verify {clean(shlex.quote(args.path))}",
         ]
     out.result(document, lines)
 

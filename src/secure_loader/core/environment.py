@@ -21,7 +21,8 @@ from .. import __version__, config
 from ..errors import SecureLoaderError
 from .home import default_key_sources, home, keys_dir, state_dir, trust_dir
 from .keys.jwk import MasterKey, SigningKey
-from .keys.local import check_private, read_keys
+from .keys.local import key_files, read_keys
+from .keys.provider import split_reference
 from .pipeline import threads
 from .trust_files import list_trusted
 
@@ -93,9 +94,9 @@ class Environment:
         cpu_flags: Those that speed up the AEADs; empty when unknown.
         threads: Threads of the shared pool.
         home: Home folder.
-        master_keys: Number of master keys in it.
-        signing_keys: Number of signing keys in it.
-        trusted_signers: Number of usable trust files in it.
+        master_keys: Number of master keys in files that are looked at.
+        signing_keys: Number of signing keys there.
+        trusted_signers: Number of usable files in the home folder's trust store.
         key_sources: Where master keys are looked for.
         problems: What would make loads fail, or should not be so.
     """
@@ -124,12 +125,6 @@ class Environment:
 def describe() -> Environment:
     """Look at this installation. Raises nothing: what is wrong is among the problems."""
     problems = list(_permission_problems())
-    masters, signing, key_problems = _count_keys()
-    trusted = list(list_trusted())
-    packages, hooks = tuple(_packages()), tuple(map(_hook, *zip(*_HOOKS, strict=True)))
-    problems += key_problems
-    problems += [f"{t.path}: {t.problem.message}" for t in trusted if t.problem is not None]
-    problems += [f"{p.name} {p.version} is outside {p.supported}" for p in packages if p.fits is False]
     sources: tuple[str, ...] = ()
     pool = threads()
     try:
@@ -137,6 +132,12 @@ def describe() -> Environment:
         pool = config.load().threads or pool
     except SecureLoaderError as e:
         problems.append(str(e))
+    masters, signing, key_problems = _count_keys(sources)
+    trusted = list(list_trusted())
+    packages, hooks = tuple(_packages()), tuple(map(_hook, *zip(*_HOOKS, strict=True)))
+    problems += key_problems
+    problems += [f"{t.path}: {t.problem.message}" for t in trusted if t.problem is not None]
+    problems += [f"{p.name} {p.version} is outside {p.supported}" for p in packages if p.fits is False]
     return Environment(
         version=__version__,
         location=str(Path(__file__).parents[1]),
@@ -192,7 +193,9 @@ def within(version: str, wanted: str) -> bool:
     """Whether a version lies in a range of ``>=``, ``>``, ``<=``, ``<``, ``==`` and ``!=``; suffixes do not count."""
     have = _numbers(version)
     for part in wanted.split(","):
-        name = next(op for op in _COMPARE if part.startswith(op))
+        name = next((op for op in _COMPARE if part.startswith(op)), None)
+        if name is None:
+            continue
         limit = _numbers(part[len(name) :])
         width = max(len(have), len(limit))
         if not _COMPARE[name](_padded(have, width), _padded(limit, width)):
@@ -252,20 +255,26 @@ def _permission_problems() -> Iterator[str]:
             yield f"{folder} can be entered by others (mode {mode:04o}): chmod 700 {folder}"
 
 
-def _count_keys() -> tuple[int, int, list[str]]:
-    """Numbers of master and signing keys in the home folder, and what is wrong with key files."""
+def _count_keys(sources: tuple[str, ...]) -> tuple[int, int, list[str]]:
+    """Numbers of master and signing keys in files, and what is wrong with these."""
     masters: set[str] = set()
     signing: set[str] = set()
     problems = []
-    for path in sorted(p for p in keys_dir().glob("*") if p.suffix in (".json", ".jwk", ".jwks")):
+    for path in _key_files(sources):
         try:
-            check_private(path)
             for key in read_keys(path):
                 if isinstance(key, MasterKey):
                     masters.add(key.kid)
                 elif isinstance(key, SigningKey):
                     signing.add(key.kid)
         except SecureLoaderError as e:
-            where = f"{path}: " if e.path is not None else ""
-            problems.append(f"{where}{e.message}")
+            problems.append(str(e))
     return len(masters), len(signing), problems
+
+
+def _key_files(sources: tuple[str, ...]) -> Iterator[Path]:
+    """One by one, so that a bad file does not hide the others. A variable would be used up by reading it."""
+    for scheme, rest in map(split_reference, sources):
+        path = Path(rest).expanduser()
+        if scheme == "file":
+            yield from sorted(key_files(path)) if path.is_dir() else [path]
