@@ -45,6 +45,8 @@ class LoaderConfig:
         clear_tensors: ``"map"`` or ``"copy"`` clear tensors of signed files after their digest was checked. Copy where
             another process may write the file while it is in use.
         threads: Threads of the shared pool; None takes the processors this process may use.
+        allow_missing_weights: Let a framework initialise weights that the checkpoint does not hold, such as the new head
+            of a model that is going to be trained. Weights that the manifest lists must be read all the same.
         insecure_allow_plaintext: Accept files that are not encrypted where encrypted ones are demanded.
         insecure_allow_legacy: Accept CryptoTensors files without profile 1, and folders without a manifest.
         insecure_allow_unverified_clear: Hand out clear tensors of such files, which nothing protects.
@@ -55,6 +57,7 @@ class LoaderConfig:
     integrity: str = "tags"
     clear_tensors: str = "map"
     threads: int | None = None
+    allow_missing_weights: bool = False
     insecure_allow_plaintext: bool = False
     insecure_allow_legacy: bool = False
     insecure_allow_unverified_clear: bool = False
@@ -66,7 +69,7 @@ class LoaderConfig:
             raise ConfigError(f"threads must be a number from 1 to 256, not {self.threads!r}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name.startswith("insecure_") and type(value) is not bool:
+            if field.name.startswith(("insecure_", "allow_")) and type(value) is not bool:
                 raise ConfigError(f"{field.name} must be true or false, not {value!r}")
 
     def replace(self, options: Mapping[str, Any]) -> LoaderConfig:
