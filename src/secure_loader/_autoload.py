@@ -1,0 +1,91 @@
+"""Entry point of ``torch.backends``: ``import torch`` calls :func:`register`, in every process that uses torch.
+
+It only puts a finder in front of the import system, which waits for the modules that the Transformers hook is about.
+It imports nothing heavy and never raises. ``SECURE_LOADER_AUTOLOAD=0`` switches it off; ``import secure_loader.hf``
+does the same openly.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+VARIABLE = "SECURE_LOADER_AUTOLOAD"
+MODULES = frozenset(
+    {
+        "transformers.modeling_utils",
+        "transformers.dynamic_module_utils",
+        "transformers.pipelines",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.configuration_auto",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.auto.processing_auto",
+        "transformers.models.auto.image_processing_auto",
+        "transformers.models.auto.feature_extraction_auto",
+        "transformers.models.auto.video_processing_auto",
+        "accelerate.utils.offload",
+        "peft.peft_model",
+    }
+)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Hands each of :data:`MODULES` to the hook, right after it was executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in MODULES:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find(fullname, path, target) if find is not None else None
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader)
+                return spec  # type: ignore[no-any-return]
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """The module's own loader, with the hook behind it; steps aside once the module is there."""
+
+    def __init__(self, own: importlib.abc.Loader) -> None:
+        self._own = own
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._own
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._own
+        self._own.exec_module(module)
+        try:
+            from .hf import hook
+
+            hook.patch(module)
+        except Exception:
+            # The import of somebody else's library must not fail over ours. Without the hook, loader="secure" is an
+            # argument that nobody knows: Transformers refuses it.
+            logging.getLogger(__name__).exception("secure_loader could not prepare %s", module.__name__)
+
+
+def add_finder() -> None:
+    """Put the finder in place, once."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def register() -> None:
+    """What the entry point names."""
+    try:
+        if os.environ.get(VARIABLE, "1").strip().lower() in ("0", "false", "no", "off"):
+            return
+        add_finder()
+    except Exception:
+        logging.getLogger(__name__).debug("secure_loader was not registered", exc_info=True)
