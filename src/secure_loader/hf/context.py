@@ -35,6 +35,7 @@ from ..core.source import FileSource, read_header
 from ..core.trust import TrustedSigner, TrustStore, verify_header
 from ..core.writer import resolve_master, resolve_signing
 from ..errors import ConfigError, ManifestError, NotEncryptedError, SecureLoaderError
+from .sniff import bytes_look_encrypted, looks_encrypted
 
 LOADERS = (None, "auto", "safetensors", "secure")
 # How far above a file its folder's manifest may be: model/SUBFOLDER/SUBFOLDER/x.safetensors.
@@ -168,27 +169,23 @@ class Context:
         return self.checkpoint(folder)
 
     def _open_passively(self, path: str) -> TensorFile | None:
-        source = FileSource(path)
-        if not is_encrypted(source):
-            source.close()
+        # What is no safetensors file at all is refused by the original, in its own words.
+        if not looks_encrypted(path):
             return None
-        if self.writer is not None:
-            return self.writer.open(source)
-        return self.session.accept(source, strict=False)
+        return self.writer.open(FileSource(path)) if self.writer is not None else self.session.open_file(path)
 
     def open_bytes(self, data: bytes | bytearray) -> TensorFile | None:
         """As :meth:`open` for the bytes of a whole file, which must be a shard of a folder that was checked."""
-        source = FileSource.from_bytes(data)
-        allow_plain = self.passive or self.session.config.insecure_allow_plaintext
-        if not is_encrypted(source):
-            source.close()
-            if allow_plain:
+        config = self.session.config
+        if not bytes_look_encrypted(data):
+            if self.passive or config.insecure_allow_plaintext:
                 return None
             raise NotEncryptedError("these bytes are not encrypted, but the secure loader was asked for")
         if self.writer is not None and (self.passive or not self.writer.ephemeral):
             with contextlib.suppress(SecureLoaderError):
                 return self.writer.open(FileSource.from_bytes(data))
-        if not self.passive and not self.session.config.insecure_allow_legacy:
+        source = FileSource.from_bytes(data)
+        if not self.passive and not config.insecure_allow_legacy:
             self._find_shard(source)
         return self.session.accept(source)
 

@@ -19,15 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ..core.archive import Archive, TensorFile
-from ..core.header import LENGTH
 from ..core.seal import PlainTensor, Publication, seal_bytes, write_file
 from ..core.types import DTYPE_RANK
 from ..errors import EncryptedFileError, FormatError, NotEncryptedError
 from . import context
+from .sniff import bytes_look_encrypted, looks_encrypted
 
-_MAX_SNIFF = 100_000_000
-# Every one of CryptoTensors' fields and ours, as JSON writes them: cheaper than parsing the header of each plain file.
-_MARKER = re.compile(rb'"__(?:encryption|crypto_keys|signature|policy|secure_loader)__"')
 _SHARD_NUMBER = re.compile(r"-(\d{1,9})-of-(\d{1,9})\.safetensors$")
 
 _originals: dict[str, Any] = {}
@@ -51,29 +48,6 @@ def refusal(what: str | os.PathLike[str] | None) -> EncryptedFileError:
         path=what,
         hint='pass loader="secure" to from_pretrained or pipeline, or use "with secure_loader.hf.session():"',
     )
-
-
-def looks_encrypted(path: str | os.PathLike[str]) -> bool:
-    """Whether a file carries the marks of encryption; False for what cannot be read, which is for others to report."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(LENGTH.size)
-            if len(head) < LENGTH.size:
-                return False
-            (n,) = LENGTH.unpack(head)
-            if n > min(_MAX_SNIFF, os.fstat(file.fileno()).st_size - LENGTH.size):
-                return False
-            return _MARKER.search(file.read(n)) is not None
-    except (OSError, ValueError, TypeError):
-        return False
-
-
-def _bytes_look_encrypted(data: bytes | bytearray | memoryview) -> bool:
-    view = memoryview(data)
-    if view.nbytes < LENGTH.size:
-        return False
-    (n,) = LENGTH.unpack(view[: LENGTH.size])
-    return n <= min(_MAX_SNIFF, view.nbytes) and _MARKER.search(view[LENGTH.size : LENGTH.size + n]) is not None
 
 
 def _archive(file: TensorFile, framework: str, device: Any) -> Archive:
@@ -149,7 +123,7 @@ def _deserialize(data: Any) -> Any:
     file = None
     if active is not None:
         file = active.open_bytes(data)
-    elif _bytes_look_encrypted(data):
+    elif bytes_look_encrypted(data):
         raise refusal(None)
     if file is None:
         return _originals["deserialize"](data)
