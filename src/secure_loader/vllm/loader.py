@@ -25,6 +25,7 @@ from ..core.session import Session
 from ..errors import ConfigError, FormatError, MissingFileError
 from . import guards
 from .fetch import Model
+from .lazy import LazyTensor
 from .options import LoaderOptions
 
 if TYPE_CHECKING:
@@ -137,18 +138,16 @@ class SecureModelLoader(DefaultModelLoader):
             file = checkpoint.open(shard)
             if file.envelope is None:
                 _log.warning("%s is not encrypted; insecure_allow_plaintext accepts it", file.source.path)
-            with file.source:
-                for name in self._local_names(file):
-                    yield prefix + name, _tensor(file, name)
+            archive = Archive(file, "pt")
+            for name in self._local_names(file):
+                lazy = self.options.lazy and LazyTensor.supports(file, name)
+                yield prefix + name, LazyTensor(file, file.info(name)) if lazy else archive.get_tensor(name)
+            # Lazy weights that the model has kept for later hold the file open for themselves.
+            del archive, file
 
     def _local_names(self, file: TensorFile) -> Iterator[str]:
         """Names in file order, without the experts of other ranks: those are not even decrypted."""
         return (name for name in file.header.tensors if not should_skip_weight(name, self.local_expert_ids))
-
-
-def _tensor(file: TensorFile, name: str) -> torch.Tensor:
-    tensor: torch.Tensor = Archive(file, "pt").get_tensor(name)
-    return tensor
 
 
 def _weights(checkpoint: Checkpoint, subfolder: str | None, patterns: Iterable[str] | None) -> dict[str, list[str]]:
