@@ -166,6 +166,7 @@ def _write_all(files: list[tuple[Path, bytearray, int]], token: str) -> tuple[Pa
         for path in {*written, *aside}:
             if path in aside:
                 aside[path].replace(path)
+                aside[path].unlink(missing_ok=True)  # two names of one file: rename(2) did nothing
             else:
                 path.unlink(missing_ok=True)
         if isinstance(e, OSError) and not isinstance(e, WriteError):
