@@ -186,10 +186,11 @@ class Context:
                 return self.writer.open(FileSource.from_bytes(data))
         source = FileSource.from_bytes(data)
         if not self.passive and not config.insecure_allow_legacy:
-            self._find_shard(source)
+            source.path = self._find_shard(source)
         return self.session.accept(source)
 
-    def _find_shard(self, source: FileSource) -> None:
+    def _find_shard(self, source: FileSource) -> str:
+        """The path of the shard that these bytes are a copy of."""
         raw = read_header(source).raw
         digest = hashlib.sha256(LENGTH.pack(len(raw)) + raw).hexdigest()
         for checkpoint in self._checkpoints.values():
@@ -197,8 +198,8 @@ class Context:
             for name, entry in files.items():
                 if entry.header_sha256 == digest and entry.nbytes == source.size:
                     path = str(checkpoint.folder / name)
-                    self.files[path] = self.session.accept(FileSource(path))
-                    return
+                    self.files[path] = checkpoint.open(name)
+                    return path
         source.close()
         raise ManifestError("these bytes are no shard of a folder that was checked")
 
