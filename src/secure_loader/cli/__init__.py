@@ -14,11 +14,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-from ..errors import SecureLoaderError, SourceError, WriteError
+from ..errors import SecureLoaderError, SourceError
 from .arguments import Arguments, make_parser
-from .output import Output
+from .output import Output, drop_stdout
 
 INTERRUPTED = 128 + signal.SIGINT
 NO_READER = 128 + signal.SIGPIPE
@@ -43,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _command(args.run)(args, out)
         except SystemExit as e:  # --help and --version have printed what was asked for
             code = e.code if isinstance(e.code, int) else 0
-            sys.stdout.flush()
+            out.flush()
             return code
-        sys.stdout.flush()
+        out.flush()
     except BrokenPipeError:
-        _drop_stdout()
+        drop_stdout()
         return NO_READER
     except KeyboardInterrupt:
         out.interrupted()
@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SecureLoaderError as e:
         return out.error(e)
     except OSError as e:
-        return out.error(_from_os(e))
+        where = None if e.filename is None else os.fsdecode(e.filename)
+        return out.error(SourceError(e.strerror or "input or output failed", path=where))
     except Exception as e:  # noqa: BLE001 - the last resort: one line for the user, the traceback on request
         return out.unexpected(e)
     return 0
@@ -65,20 +66,6 @@ def _command(name: str) -> Callable[[Arguments, Output], None]:
     module, _, function = name.partition(":")
     command: Callable[[Arguments, Output], None] = getattr(importlib.import_module(f".{module}", __name__), function)
     return command
-
-
-def _from_os(error: OSError) -> SecureLoaderError:
-    """What the system said, as an error of ours: a folder that may not be entered, a full disk behind stdout."""
-    if error.filename is None:
-        _drop_stdout()
-        return WriteError(f"the output cannot be written: {error.strerror or error}")
-    return SourceError(error.strerror or "cannot be used", path=os.fsdecode(error.filename))
-
-
-def _drop_stdout() -> None:
-    """Keep the interpreter from flushing into a closed pipe or a full disk once more at exit."""
-    with suppress(OSError, ValueError):  # where it is not a real file, nothing will be flushed either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -31,12 +32,18 @@ class Arguments(argparse.Namespace):
 
 
 class _Parser(argparse.ArgumentParser):
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """As upstream, but a closed pipe or a full disk is not passed over."""
+        (file or sys.stdout).write(self.format_help())
+
     def error(self, message: str) -> NoReturn:
         """A usage error, reported like every other error."""
         raise ConfigError(message, hint=f"see: {self.prog} --help")
 
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
     _Commands = argparse._SubParsersAction[_Parser]  # noqa: SLF001 - what add_subparsers returns has no public name
 
 

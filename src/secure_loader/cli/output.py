@@ -11,14 +11,16 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from ..core.secrets import looks_like_key
-from ..errors import SecureLoaderError
+from ..errors import SecureLoaderError, WriteError
 from .arguments import Arguments, wants_json, wants_trace
 
 _PROGRAM = "secure-loader"
+_PIECE = 1 << 14
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 
 
@@ -59,14 +61,25 @@ class Output:
             report: It only says that the work was done: ``-q`` leaves it out.
         """
         if self.json:
-            print(json.dumps(document, indent=2, default=str))
+            self.text(json.dumps(document, indent=2, default=str) + "\n")
         elif not (self.quiet and report):
-            for line in lines:
-                print(line)
+            self.text("".join(f"{line}\n" for line in lines))
 
     def text(self, text: str) -> None:
-        """Print a document as it is."""
-        sys.stdout.write(text)
+        """Print a document on stdout as it is.
+
+        Raises:
+            WriteError: The disk behind stdout is full, and the like.
+        """
+        with _writing():
+            # In pieces: under PYTHONUNBUFFERED Python forgets what a closing pipe did not take of a long write.
+            for start in range(0, len(text), _PIECE):
+                sys.stdout.write(text[start : start + _PIECE])
+
+    def flush(self) -> None:
+        """Make sure that everything was printed; raises as :meth:`text`."""
+        with _writing():
+            sys.stdout.flush()
 
     def note(self, text: str) -> None:
         """Say something useful that is not the result."""
@@ -157,6 +170,23 @@ class Output:
         return text
 
 
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        drop_stdout()
+        raise WriteError(f"the output cannot be written: {e.strerror or e}") from None
+
+
+def drop_stdout() -> None:
+    """Keep the interpreter from flushing into a closed pipe or a full disk once more at exit."""
+    with suppress(OSError, ValueError):  # where it is not a real file, nothing will be flushed either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class _LogHandler(logging.Handler):
     def __init__(self, out: Output) -> None:
         super().__init__()
@@ -185,7 +215,7 @@ def human_bytes(n: int) -> str:
         size /= 1024
         if size < 1023.95:
             return f"{size:.1f}".removesuffix(".0") + f" {unit}"
-    return f"{size / 1024:.1f} TiB"
+    return f"{size / 1024:.1f}".removesuffix(".0") + " TiB"
 
 
 def human_seconds(seconds: float) -> str:

@@ -46,7 +46,13 @@ def test_prints_what_was_done(cli, model, tmp_path):
     cli("keygen", "alice")
     (model / "pytorch_model.bin").write_bytes(b"x")
     done = cli("encrypt", model, "enc", "--model-id", "alice/tiny", "--release", "3", "--exclude", "*.bias")
-    for part in ("Encrypted", "alice/tiny, release 3", "4 tensors, 3 encrypted, 1 in clear", "alice-enc-", "alice-sign-"):
+    for part in (
+        "Encrypted",
+        "alice/tiny, release 3",
+        "4 tensors, 3 encrypted, 1 in clear",
+        "alice-enc-",
+        "alice-sign-",
+    ):
         assert part in done.out
     assert "pytorch_model.bin" in done.err
     verified = cli("verify", "enc").out
@@ -144,7 +150,9 @@ def test_formats_and_algorithms(cli, model, tmp_path):
 
 def test_patterns_choose_what_is_encrypted(cli, model):
     cli("keygen", "alice")
-    report = cli("encrypt", model, "enc", "--include", "layer.*", "--include", "embed*", "--exclude", "*.bias", "--json").json
+    report = cli(
+        "encrypt", model, "enc", "--include", "layer.*", "--include", "embed*", "--exclude", "*.bias", "--json"
+    ).json
     assert report["encrypted"] == 2
     assert "matches no tensor" in cli("encrypt", model, "other", "--include", "lyer.*", code=2).err
 

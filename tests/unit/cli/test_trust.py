@@ -124,7 +124,9 @@ def test_refuses_missing_files_and_bad_arguments(cli, file):
 def test_asks_for_a_name_when_nothing_can_serve_as_one(cli, file):
     path = file(PUBLIC | {"kid": "spaces in it"}, name="more spaces.jwk")
     assert "--name" in cli("trust", "add", path, code=2).err
-    assert cli("trust", "add", file(PUBLIC | {"kid": "spaces in it"}, name="alice.jwk"), "--json").json["name"] == "alice"
+    assert (
+        cli("trust", "add", file(PUBLIC | {"kid": "spaces in it"}, name="alice.jwk"), "--json").json["name"] == "alice"
+    )
 
 
 def test_never_overwrites_without_force(cli, home, file):

@@ -1,0 +1,162 @@
+"""No key byte leaves by any output, in any spelling; and no key comes in by an argument."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+
+import pytest
+
+from secure_loader.core.keys.local import read_keys
+from secure_loader.core.secrets import looks_like_key
+
+
+def spellings(secret: bytes) -> set[str]:
+    """Every way in which a key might be printed, whole or with its first bytes."""
+    texts = set()
+    for part in (secret, secret[:12]):
+        texts |= {part.hex(), part.hex().upper(), repr(part)[2:-1], ", ".join(map(str, part))}
+        texts |= {base64.b64encode(part).decode().rstrip("="), base64.urlsafe_b64encode(part).decode().rstrip("=")}
+    return texts
+
+
+def test_no_command_prints_key_bytes(cli, model, home, caplog):
+    caplog.set_level(logging.DEBUG)
+    said = []
+
+    def once(*words, code=0):
+        result = cli(*words, "-v", code=code)
+        said.append(result.out + result.err)
+
+    once("keygen", "alice")
+    once("keygen", "bob", "--json")
+    once("keygen", "bob", "--force")
+    once("keygen", "bob", code=7)
+    once("encrypt", model, "enc", "-k", "alice")
+    once("decrypt", "enc", "plain")
+    once("rewrap", "enc", "-k", "bob")
+    once("decrypt", "enc", "again", "--keys", home / "keys" / "alice.enc.jwk", code=5)
+    once("encrypt", model, "again", "-k", "nobody", code=5)
+    once("trust", "add", home / "keys" / "alice.sign.jwk", code=5)
+    once("trust", "add", home / "keys" / "alice.enc.jwk", code=5)
+    for words in (("verify", "enc"), ("inspect", "enc", "--tensors"), ("trust", "list"), ("env",), ("config", "show")):
+        once(*words)
+        once(*words, "--json")
+    (home / "keys" / "alice.enc.jwk").chmod(0o644)
+    once("decrypt", "enc", "again", code=5)
+    once("env")
+    (home / "keys" / "alice.enc.jwk").chmod(0o600)
+
+    text = "\n".join(said) + caplog.text
+    files = [p for p in (home / "keys").iterdir() if p.is_file()]
+    assert len(files) == 6
+    for path in files:
+        [key] = read_keys(path)
+        for spelling in spellings(bytes(key.secret.reveal())):
+            assert spelling not in text
+
+
+@pytest.mark.parametrize("broken", ["k", "alg", "kid", "json", "twice"])
+def test_no_error_about_a_key_file_shows_it(cli, encrypted, home, broken):
+    path = home / "keys" / "alice.enc.jwk"
+    doc = json.loads(path.read_text())
+    secret = doc["k"]
+    if broken == "k":
+        doc["k"] = secret[:-1]
+    elif broken in doc:
+        del doc[broken]
+    text = json.dumps({"keys": [doc, doc]} if broken == "twice" else doc)
+    path.write_text(text[:-1] if broken == "json" else text)
+    for more in ([], ["-v"], ["--json"]):
+        result = cli("decrypt", encrypted, "plain", *more, code=5)
+        assert secret[:16] not in result.out + result.err
+    shown = cli("env").out
+    assert secret[:16] not in shown
+    assert "Problems" in shown
+
+
+RAW = bytes(range(100, 132))
+MATERIAL = [
+    RAW.hex(),
+    RAW[:16].hex(),
+    "0x" + RAW.hex().upper(),
+    base64.b64encode(RAW).decode(),
+    base64.urlsafe_b64encode(RAW).decode().rstrip("="),
+    base64.b64encode(RAW[:16]).decode(),
+    json.dumps({"kty": "oct", "alg": "A256GCM", "kid": "x", "k": base64.urlsafe_b64encode(RAW).decode()}),
+    '[{"k": "' + RAW.hex() + '"}]',
+    "-----BEGIN PRIVATE KEY-----\n" + base64.b64encode(RAW).decode(),
+]
+
+
+@pytest.mark.parametrize("material", MATERIAL)
+def test_arguments_that_are_keys_are_refused_and_not_repeated(cli, encrypted, model, material):
+    for words in (
+        ("decrypt", encrypted, "x", "--keys", material),
+        ("decrypt", encrypted, "x", f"--keys={material}"),
+        ("encrypt", model, "x", "-k", material),
+        ("encrypt", model, "x", "-k", "alice", "--signing-key", material),
+        ("rewrap", encrypted, "-k", material),
+    ):
+        for more in ([], ["-v"], ["--json"]):
+            result = cli(*words, *more, code=2)
+            assert "never key material" in result.err
+            assert material not in result.err
+            assert material[20:] not in result.err
+
+
+@pytest.mark.parametrize("material", MATERIAL[:6])
+def test_no_message_repeats_a_key_from_the_command_line(cli, encrypted, material):
+    for words in (
+        ("verify", material),
+        ("verify", encrypted, "--secret", material),
+        ("verify", encrypted, "--trust", material),
+        ("trust", "remove", material),
+        ("keygen", "x", "--algorithm", material),
+        ("encrypt", encrypted, "x", "--chunk-size", material),
+        (material,),
+    ):
+        for more in ([], ["-v"], ["--json"]):
+            result = cli(*words, *more, code=None)
+            assert result.code in (2, 7)  # 7 where it may have been a path
+            assert material not in result.err + result.out
+
+
+@pytest.mark.parametrize("material", [*MATERIAL, f"file:x,{MATERIAL[0]}"])
+def test_a_key_in_the_place_of_a_reference_to_one(cli, encrypted, monkeypatch, material):
+    monkeypatch.setenv("SECURE_LOADER_KEYS", material)
+    result = cli("decrypt", encrypted, "x", "-v", code=2)
+    assert "never key material" in result.err
+    for words, code in ((("env",), 0), (("config", "show"), 2)):
+        done = cli(*words, code=code)
+        assert material not in done.out + done.err
+        assert material[20:40] not in done.out + done.err
+
+
+@pytest.mark.parametrize("material", MATERIAL)
+def test_looks_like_a_key(material):
+    assert looks_like_key(material)
+    assert looks_like_key(f"  {material}\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "alice",
+        "alice-enc-a1594888",
+        "/run/secrets/alice.jwk",
+        "file:/run/secrets/alice.jwk",
+        "env:THE_KEY",
+        "keys/alice.enc.jwk",
+        "./model",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "a-name-of-22-characters",
+        "a-name-that-is-made-of-forty-three-letters-x",
+        "/home/Alice/projects/model1/keys/aliceXenc1",
+        "*.bias",
+        "",
+    ],
+)
+def test_does_not_look_like_a_key(text):
+    assert not looks_like_key(text)
