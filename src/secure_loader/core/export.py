@@ -55,7 +55,7 @@ def decrypt_model(
     shards = checkpoint.shards()
     others = [n for n in manifest.files if n not in shards]
     total = sum(manifest.files[n].nbytes for n in shards)
-    tensors = encrypted = 0
+    tensors = encrypted = nbytes = 0
     fingerprint = {"decrypt": str(source), "created": manifest.created, "at": time.time_ns()}
     with (
         staged_folder(target, fingerprint=fingerprint, force=force) as staging,
@@ -68,6 +68,7 @@ def decrypt_model(
                     out = _place(staging.folder, shard)
                     _write_plain(file, out, advance)
                     tensors += len(file.header.tensors)
+                    nbytes += file.header.body_bytes
                     encrypted += len(file.envelope.records) if file.envelope else 0
             for name in others:
                 _copy_other(source, name, shards, _place(staging.folder, name))
@@ -82,7 +83,7 @@ def decrypt_model(
         shards=len(shards),
         tensors=tensors,
         encrypted=encrypted,
-        tensor_bytes=total,
+        tensor_bytes=nbytes,
         files=len(others),
         left_out=(),
         reused_shards=0,

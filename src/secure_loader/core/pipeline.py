@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..errors import AuthenticationError, SecureLoaderError
+from ..errors import AuthenticationError, KeyAccessError, SecureLoaderError
 from .aead import TAG_BYTES, Cipher, chunk_nonce, open_into
 from .secrets import wipe
 from .source import FileSource
@@ -299,4 +299,6 @@ def _fan_out(job: Callable[[_T], None], items: Sequence[_T]) -> None:
 
 def annotate(error: SecureLoaderError, path: str, tensor: str | None = None) -> SecureLoaderError:
     """The same error, saying where it happened."""
+    if isinstance(error, KeyAccessError):
+        tensor = None  # the master key is the file's; that it was first needed for this tensor tells nobody anything
     return type(error)(error.message, hint=error.hint, path=error.path or path, tensor=error.tensor or tensor)

@@ -68,7 +68,7 @@ def rewrap_model(
     )
     shards = checkpoint.shards()
     total = sum(manifest.files[n].nbytes for n in shards)
-    tensors = encrypted = 0
+    tensors = encrypted = nbytes = 0
     with (
         staged_folder(folder, fingerprint={"rewrap": secrets.token_hex(8)}, force=True) as staging,
         progress_bar(total, f"Rewrapping {folder.name}", show=progress) as advance,
@@ -84,6 +84,7 @@ def rewrap_model(
                 with file.source:
                     rewrap_file(file, target, publication, checkpoint.session, advance)
                     tensors += len(file.header.tensors)
+                    nbytes += file.header.body_bytes
                     encrypted += len(file.envelope.records) if file.envelope else 0
             write_manifest(staging.folder, manifest.weights, publication)
         except BaseException:
@@ -96,7 +97,7 @@ def rewrap_model(
         shards=len(shards),
         tensors=tensors,
         encrypted=encrypted,
-        tensor_bytes=total,
+        tensor_bytes=nbytes,
         files=len(manifest.files) - len(shards),
         left_out=(),
         reused_shards=0,
