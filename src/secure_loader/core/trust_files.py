@@ -52,7 +52,7 @@ def trust_file(name: str) -> Path:
 
 def list_trusted() -> Iterator[TrustFile]:
     """Every file of the trust store, usable or not."""
-    for path in sorted(trust_dir().glob("*.json")):
+    for path in sorted(trust_dir().glob("*.json"), key=lambda p: p.stem):
         try:
             yield TrustFile(path, read_trust_file(path), None)
         except SecureLoaderError as e:
