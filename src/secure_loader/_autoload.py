@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -34,21 +36,29 @@ MODULES = frozenset(
 )
 
 
+_asking = threading.local()
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Hands each of :data:`MODULES` to the hook, right after it was executed."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 - the protocol
+        target: ModuleType | None = None,  # noqa: ARG002 - the protocol
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in MODULES:
+        # Other finders that ask around as this one does must not be sent in circles.
+        if fullname not in MODULES or getattr(_asking, "now", False):
             return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = find(fullname, path, target) if find is not None else None
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader)
-                return spec  # type: ignore[no-any-return]
-        return None
+        _asking.now = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            _asking.now = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
 
 
 class _Loader(importlib.abc.Loader):

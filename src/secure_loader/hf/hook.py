@@ -46,6 +46,7 @@ def install() -> None:
     Raises:
         ImportError: safetensors is not installed.
     """
+    routing.install()
     _autoload.add_finder()
     for name in _autoload.MODULES & sys.modules.keys():
         module = sys.modules[name]
