@@ -48,7 +48,7 @@ def test_repo_id(revision, cache, sharded, publisher):
 def test_repo_id_in_a_pipeline(cache, sharded, publisher):
     hub, _ = cache()
     secure = pipeline("text-generation", REPO, model_kwargs={"cache_dir": hub}, device="cpu", **publisher.load)
-    assert secure("hi", do_sample=False)
+    assert secure("hi", do_sample=False, max_new_tokens=4)
 
 
 def test_snapshot_by_path(cache, sharded, publisher):

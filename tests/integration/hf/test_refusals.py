@@ -114,18 +114,20 @@ def test_wrong_key_in_a_pipeline_is_not_buried(tied, publisher, stranger):
 def test_tampered_weights(how, sharded, publisher, copy_of):
     folder = copy_of(sharded.secure)
     flip(sorted(folder.glob("*.safetensors"))[1])
+    calls = {
+        "eager": lambda: load(folder, publisher, disable_mmap=True),
+        "lazy": lambda: load(folder, publisher),
+        "pipeline": lambda: pipeline("text-generation", str(folder), **publisher.load),
+    }
     with pytest.raises(AuthenticationError) as caught:
-        if how == "pipeline":
-            pipeline("text-generation", str(folder), **publisher.load)
-        else:
-            load(folder, publisher, **({"disable_mmap": True} if how == "eager" else {}))
+        calls[how]()
     assert "-00002-of-" in str(caught.value)
 
 
 def test_tampered_weights_on_disk(sharded, publisher, copy_of, tmp_path):
     """With disk offload, weights are read during the forward pass: the error comes then."""
     folder = copy_of(sharded.secure)
-    flip(sorted(folder.glob("*.safetensors"))[-1])
+    flip(max(folder.glob("*.safetensors")))
     places = {"model": "cpu", "lm_head": "disk"}
     from .conftest import logits
 
@@ -162,7 +164,7 @@ def test_signed_config_that_names_one_shard_of_three(sharded, publisher, tmp_pat
     plain = tmp_path / "plain"
     shutil.copytree(sharded.plain, plain)
     doc = json.loads((plain / "config.json").read_text())
-    doc["transformers_weights"] = sorted(p.name for p in sharded.secure.glob("*.safetensors"))[0]
+    doc["transformers_weights"] = min(p.name for p in sharded.secure.glob("*.safetensors"))
     (plain / "config.json").write_text(json.dumps(doc))
     folder = publisher.encrypt(plain, tmp_path / "secure")
     with pytest.raises(ManifestError, match="was not read"):
@@ -197,7 +199,7 @@ def test_weights_of_another_shape(tied, publisher):
 
 def test_shard_of_another_model(sharded, tied, publisher, copy_of):
     folder = copy_of(sharded.secure)
-    shutil.copy(tied.secure / "model.secure.safetensors", sorted(folder.glob("*.safetensors"))[0])
+    shutil.copy(tied.secure / "model.secure.safetensors", min(folder.glob("*.safetensors")))
     with pytest.raises(ManifestError):
         load(folder, publisher)
 
@@ -243,7 +245,7 @@ def test_config_that_points_elsewhere(sharded, publisher, copy_of):
     folder = copy_of(sharded.secure)
     config = folder / "config.json"
     doc = json.loads(config.read_text())
-    config.write_text(json.dumps(doc | {"transformers_weights": sorted(folder.glob("*.safetensors"))[0].name}))
+    config.write_text(json.dumps(doc | {"transformers_weights": min(folder.glob("*.safetensors")).name}))
     with pytest.raises(ManifestError, match=r"config\.json"):
         load(folder, publisher)
 
@@ -347,7 +349,7 @@ def test_plain_folder_where_that_is_allowed(tied, publisher):
 
 def test_plain_file_among_the_encrypted(tied, sharded, publisher, copy_of):
     folder = copy_of(sharded.secure)
-    name = sorted(p.name for p in folder.glob("*.safetensors"))[0]
+    name = min(p.name for p in folder.glob("*.safetensors"))
     shutil.copy(sharded.plain / name.replace("model.secure", "model"), folder / name)
     with pytest.raises(ManifestError):
         load(folder, publisher)
