@@ -12,7 +12,8 @@ changed name                                     why
 ``DefaultModelLoader._prepare_weights``,         no stock format hands out ciphertext as weights
 ``RunaiModelStreamerLoader._prepare_weights``
 ``lora_model.safetensors``                       encrypted adapters: LoRA files do not go through load formats
-``LoRAModel.from_local_checkpoint``              adapters of a ``secure`` model must be encrypted
+``WorkerLoRAManager.__init__``                   adapters of a ``secure`` model are opened with its settings, and must
+                                                 be encrypted as well
 ===============================================  ======================================================================
 """
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ from ..core.checkpoint import Checkpoint
 from ..core.session import Session
 from ..core.source import FileSource, read_header
 from ..errors import EncryptedFileError, NotEncryptedError, SecureLoaderError
+from . import LOAD_FORMAT
 from .fetch import Model, is_snapshot
 from .options import LoaderOptions
 
@@ -41,40 +44,32 @@ _CURE = "load it with --load-format secure"
 _READS_SAFETENSORS = frozenset(
     {"auto", "hf", "safetensors", "mistral", "fastsafetensors", "instanttensor", "runai_streamer", "modelexpress"}
 )
-# Settings of the model that is loaded, for adapters, which vLLM opens without any; None before a secure load.
-_adapter_options: LoaderOptions | None = None
-
-
-def use_for_adapters(options: LoaderOptions) -> None:
-    """Open adapters from now on with the settings of this load."""
-    global _adapter_options  # noqa: PLW0603 - vLLM's LoRA code has no place where settings could travel
-    _adapter_options = options
+# Settings of the engine that is just opening an adapter: vLLM's code in between has no place for them.
+_adapter_options: ContextVar[LoaderOptions | None] = ContextVar("secure_loader_adapter_options", default=None)
 
 
 def install() -> None:
     """Make all changes; those that are made already are left alone."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.lora import lora_model
+    from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
 
     _wrap(EngineArgs, "create_engine_config", _verifying_first)
     _wrap(DefaultModelLoader, "_prepare_weights", _refusing_encrypted)
     _wrap(RunaiModelStreamerLoader, "_prepare_weights", _refusing_encrypted)
-    _wrap(lora_model.LoRAModel, "from_local_checkpoint", _demanding_encrypted)
+    _wrap(WorkerLoRAManager, "__init__", _securing_adapters)
     _wrap(lora_model, "safetensors", _opening_encrypted)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     """Replace a name of a class or module by what ``wrapper`` makes of it, once."""
     stock = vars(owner)[name]
-    is_classmethod = isinstance(stock, classmethod)
-    stock = stock.__func__ if is_classmethod else stock
-    if hasattr(stock, _MARK):
-        return
-    changed = wrapper(stock)
-    setattr(changed, _MARK, True)
-    setattr(owner, name, classmethod(changed) if is_classmethod else changed)
+    if not hasattr(stock, _MARK):
+        changed = wrapper(stock)
+        setattr(changed, _MARK, True)
+        setattr(owner, name, changed)
 
 
 def _verifying_first(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +92,7 @@ def check_engine_args(args: Any) -> None:
         SecureLoaderError: The model is not what a trusted publisher signed, or the settings are wrong.
     """
     load_format = str(args.load_format).lower()
-    if load_format == "secure":
+    if load_format == LOAD_FORMAT:
         session = Session(config=LoaderOptions.parse(args.model_loader_extra_config).config)
         if "://" not in args.model:  # object storage: vLLM itself says that this load format cannot
             Model(args.model, args.revision, args.download_dir).verify_settings(session)
@@ -148,7 +143,11 @@ def _opening_encrypted(stock: ModuleType) -> SimpleNamespace:
     """The module ``safetensors`` as vLLM's LoRA code sees it, whose ``safe_open`` opens encrypted adapters as well."""
 
     def safe_open(filename: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        return open_adapter(filename) if is_encrypted(filename) else stock.safe_open(filename, *args, **kwargs)
+        options = _adapter_options.get()
+        must_be_ours = options is not None and not options.accepts_plaintext_adapters
+        if must_be_ours or is_encrypted(filename):
+            return open_adapter(filename)
+        return stock.safe_open(filename, *args, **kwargs)
 
     return SimpleNamespace(**{**vars(stock), "safe_open": safe_open})
 
@@ -163,20 +162,39 @@ def open_adapter(filename: str | os.PathLike[str]) -> Archive:
         SecureLoaderError: As :class:`core.checkpoint.Checkpoint`.
     """
     path = Path(filename)
-    session = Session(config=None if _adapter_options is None else _adapter_options.config)
+    options = _adapter_options.get()
+    session = Session(config=None if options is None else options.config)
     checkpoint = Checkpoint(path.parent, session, partial=is_snapshot(path.parent))
     return Archive(checkpoint.open(path.name), "pt")
 
 
-def _demanding_encrypted(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _securing_adapters(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def from_local_checkpoint(cls: Any, lora_dir: str, *args: Any, **kwargs: Any) -> Any:
-        options = _adapter_options
-        if options is not None and not options.accepts_plaintext_adapters:
-            demand_encrypted_adapter(lora_dir)
-        return stock(cls, lora_dir, *args, **kwargs)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it is one
+        stock(self, vllm_config, *args, **kwargs)
+        load = vllm_config.load_config
+        if load.load_format == LOAD_FORMAT:
+            options = LoaderOptions.parse(load.model_loader_extra_config)
+            self._lora_model_cls = _secured(self._lora_model_cls, options)
 
-    return from_local_checkpoint
+    return __init__
+
+
+def _secured(base: Any, options: LoaderOptions) -> Any:
+    """vLLM's class of LoRA models, which reads checkpoints under these settings."""
+
+    class SecureLoRAModel(base):  # type: ignore[misc]
+        @classmethod
+        def from_local_checkpoint(cls, lora_dir: str, *args: Any, **kwargs: Any) -> Any:
+            if not options.accepts_plaintext_adapters:
+                demand_encrypted_adapter(lora_dir)
+            token = _adapter_options.set(options)
+            try:
+                return super().from_local_checkpoint(lora_dir, *args, **kwargs)
+            finally:
+                _adapter_options.reset(token)
+
+    return SecureLoRAModel
 
 
 def demand_encrypted_adapter(lora_dir: str | os.PathLike[str]) -> None:

@@ -23,7 +23,6 @@ from ..core import index
 from ..core.archive import Archive, TensorFile
 from ..core.session import Session
 from ..errors import ConfigError, FormatError, MissingFileError
-from . import guards
 from .fetch import Model
 from .lazy import LazyTensor
 from .options import LoaderOptions
@@ -59,7 +58,6 @@ class SecureModelLoader(DefaultModelLoader):
                 load_config, load_format="safetensors", model_loader_extra_config=self.options.for_stock()
             )
         )
-        guards.use_for_adapters(self.options)
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Fetch and verify a model, so that it can be loaded at once."""
