@@ -428,7 +428,8 @@ def test_no_such_folder(publisher, tmp_path):
 def test_signature_of_the_manifest(tied, publisher, copy_of):
     folder = copy_of(tied.secure)
     manifest = json.loads((folder / "secure_manifest.json").read_text())
-    manifest["signature"] = "A" + manifest["signature"][1:] if manifest["signature"][0] != "A" else "B"
+    first = manifest["signature"][0]
+    manifest["signature"] = ("B" if first == "A" else "A") + manifest["signature"][1:]
     (folder / "secure_manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(SignatureError):
         load(folder, publisher)
