@@ -95,7 +95,8 @@ def check_engine_args(args: Any) -> None:
     if load_format == LOAD_FORMAT:
         session = Session(config=LoaderOptions.parse(args.model_loader_extra_config).config)
         if "://" not in args.model:  # object storage: vLLM itself says that this load format cannot
-            Model(args.model, args.revision, args.download_dir).verify_settings(session)
+            # Config and tokenizer come from the Hub's own cache, whatever download_dir says for weights.
+            Model(args.model, args.revision).verify_settings(session)
     elif load_format in _READS_SAFETENSORS and Path(args.model).is_dir():
         refuse_encrypted(sorted(str(path) for path in Path(args.model).glob("*.safetensors")))
 
