@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import json
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
@@ -22,7 +23,8 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from ..core import index
 from ..core.archive import Archive, TensorFile
 from ..core.session import Session
-from ..errors import ConfigError, FormatError, MissingFileError
+from ..core.source import read_small_file
+from ..errors import ConfigError, EncryptedFileError, FormatError, MissingFileError
 from .fetch import Model
 from .lazy import LazyTensor
 from .options import LoaderOptions
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 # vLLM configures its own logger only; under its name our lines look and go as all others do.
 _log = init_logger("vllm.secure_loader")
 
+_MAX_MODULES = 1 << 20
 _DESCRIPTION = "Loading encrypted safetensors checkpoint shards"
 
 
@@ -75,6 +78,7 @@ class SecureModelLoader(DefaultModelLoader):
             self._explain_strategy()
         checkpoint = self._open(source.model_or_path, source.revision)
         shards = self._wanted(checkpoint, source)
+        _refuse_unreachable(checkpoint)
         if checkpoint.manifest is not None and checkpoint.signer is not None:
             _log.info_once(
                 "Verified %s: model %s, release %d, signed by %s",
@@ -146,6 +150,34 @@ class SecureModelLoader(DefaultModelLoader):
     def _local_names(self, file: TensorFile) -> Iterator[str]:
         """Names in file order, without the experts of other ranks: those are not even decrypted."""
         return (name for name in file.header.tensors if not should_skip_weight(name, self.local_expert_ids))
+
+
+def _refuse_unreachable(checkpoint: Checkpoint) -> None:
+    """Refuse encrypted weights that vLLM reads past all load formats, where it would take noise and say nothing.
+
+    Raises:
+        EncryptedFileError: The model has some.
+    """
+    modules = checkpoint.folder / "modules.json"
+    if not modules.exists():
+        return
+    try:
+        listed = json.loads(read_small_file(str(modules), _MAX_MODULES))
+        dense = [str(m["path"]) for m in listed if str(m["type"]).endswith(".Dense")]
+    except (ValueError, TypeError, KeyError):
+        raise FormatError("is not a list of modules", path=modules) from None
+    for shard in checkpoint.shards():
+        if str(PurePosixPath(shard).parent) not in dense:
+            continue
+        file = checkpoint.open(shard)
+        with file.source:
+            sealed = [name for name in file.header.tensors if file.is_sealed(name)]
+        if sealed:
+            raise EncryptedFileError(
+                "vLLM reads this dense layer past all load formats",
+                path=checkpoint.folder / shard,
+                hint=f"encrypt the model again and leave it in clear: --exclude {sealed[0].partition('.')[0]}.*",
+            )
 
 
 def _weights(checkpoint: Checkpoint, subfolder: str | None, patterns: Iterable[str] | None) -> dict[str, list[str]]:

@@ -316,6 +316,22 @@ def test_subfolder_and_patterns(tiny_qwen3, tiny_llama_shards, publisher, tmp_pa
     assert 0 < len(some) < len(plain(tiny_llama_shards))
 
 
+def test_dense_layers_that_vllm_reads_by_itself(tiny_qwen3, publisher, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = copy(tiny_qwen3, tmp_path / "plain")
+    modules = [{"path": "", "type": "a.Transformer"}, {"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "2_Dense").mkdir()
+    save_file({"linear.weight": torch.ones(2, 2)}, folder / "2_Dense" / "model.safetensors")
+    with pytest.raises(EncryptedFileError, match=r"--exclude linear\.\*"):
+        read(publisher.publish(folder, tmp_path / "secure"))
+    clear = publisher.publish(folder, tmp_path / "clear", exclude=["linear.*"])
+    assert same(read(clear), plain(tiny_qwen3))
+    assert load_file(clear / "2_Dense" / "model.safetensors")["linear.weight"].all()
+
+
 def test_torchao_is_not_supported(secure_qwen3):
     reader = loader(safetensors_load_strategy="torchao")
     with pytest.raises(ConfigError, match="torchao"):
