@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from importlib import metadata
 
 import pytest
@@ -114,3 +115,20 @@ def test_plugins_are_found_by_entry_point():
     from vllm import plugins
 
     assert plugins.DEFAULT_PLUGINS_GROUP == "vllm.general_plugins"
+
+
+def test_another_vllm_is_left_alone(monkeypatch, caplog):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor import model_loader
+
+    from secure_loader.vllm import register
+
+    monkeypatch.delattr(EngineArgs, "create_engine_config")
+    monkeypatch.delitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "secure", raising=False)
+    said = []
+    monkeypatch.setattr(
+        logging.getLogger("vllm.secure_loader"), "exception", lambda text, *args: said.append(text % args)
+    )
+    register()
+    assert "secure" not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+    assert "not one that secure_loader supports" in said[0]
