@@ -17,6 +17,7 @@ MAX_OBJECTS = 1_000_100
 MAX_LISTS = 2 * MAX_OBJECTS
 _MAX_DEPTH = 16
 _NO_BRACKET = bytes(set(range(256)) - set(b"{}[]"))
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
 class Scanner:
@@ -35,7 +36,7 @@ class Scanner:
         self._in_string = False
         self._backslash = b""
         self._objects = self._lists = 0
-        self._open = b""
+        self._depth = 0
 
     def feed(self, data: bytes) -> None:
         """Scan the next piece.
@@ -63,20 +64,27 @@ class Scanner:
         self._nest(brackets)
 
     def _nest(self, brackets: bytes) -> None:
-        # Matched pairs vanish from the inside out; what is left over closes then opens: "]]}{[[".
-        rest = self._open + brackets
-        for _ in range(self._max_depth + 1):
-            shorter = rest.replace(b"[]", b"").replace(b"{}", b"")
-            if len(shorter) == len(rest):
+        # Which kind closes which is for the parser to say; here only depth counts.
+        rest = b"[" * self._depth + brackets.translate(_ONE_KIND)
+        peaks = rest
+        for _ in range(self._max_depth):
+            # Taking valleys out leaves every peak at its height, until what goes up only once shows the highest.
+            lower = peaks.replace(b"][", b"")
+            if len(lower) == len(peaks):
                 break
-            rest = shorter
-        if len(rest) > self._max_depth:
-            raise FormatError(f"the {self._what} is nested deeper than {self._max_depth} levels, or does not match")
-        self._open = rest
+            peaks = lower
+        if b"][" in peaks or peaks.count(b"[") > self._max_depth:
+            raise FormatError(f"the {self._what} is nested deeper than {self._max_depth} levels")
+        for _ in range(self._max_depth):
+            # Matched pairs vanish from the inside out; what is left over is open, or closes what never was.
+            rest = rest.replace(b"[]", b"")
+        if b"]" in rest:
+            raise FormatError(f"the {self._what} closes more brackets than it opens")
+        self._depth = len(rest)
 
     def finish(self) -> None:
         """Raises FormatError unless every bracket and string was closed."""
-        if self._open or self._in_string or self._backslash:
+        if self._depth or self._in_string or self._backslash:
             raise FormatError(f"the {self._what} is not complete JSON")
 
 
