@@ -43,11 +43,18 @@ class MasterKey:
         kid: Its name; files name it, and it is found by it.
         algorithm: The one AEAD it is for.
         secret: The key.
+
+    Raises:
+        KeyAccessError: A kid that no file can name, or a key of the wrong length.
     """
 
     kid: str
     algorithm: Algorithm
     secret: Secret = field(repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # AESGCM would take 16 bytes for AES-256 and quietly be AES-128.
+        _check(self.kid, self.secret, self.algorithm.key_bytes)
 
     def document(self) -> dict[str, str]:
         """As a private JWK."""
@@ -96,10 +103,16 @@ class SigningKey:
     Attributes:
         kid: Its name.
         secret: The 32-byte seed.
+
+    Raises:
+        KeyAccessError: A kid that no file can name, or a seed of the wrong length.
     """
 
     kid: str
     secret: Secret = field(repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check(self.kid, self.secret, _ED25519)
 
     def _private(self) -> Ed25519PrivateKey:
         return Ed25519PrivateKey.from_private_bytes(self.secret.reveal())
@@ -187,14 +200,19 @@ def _ed25519(doc: Mapping[str, Any], kid: str, alg: str, what: str) -> SigningKe
 
 def _check_use(doc: Mapping[str, Any], kid: str, use: str, ops: set[str], what: str) -> None:
     key_ops = doc.get("key_ops", [])
-    if doc.get("use", use) != use or not isinstance(key_ops, list) or not all(op in ops for op in key_ops):
+    if (
+        doc.get("use", use) != use
+        or not isinstance(key_ops, list)
+        or not all(isinstance(op, str) and op in ops for op in key_ops)
+    ):
         raise KeyAccessError(f"{what}: key {kid!r} is not meant for this use")
 
 
 def _decode(text: Any, length: int, what: str) -> bytearray:
     if not isinstance(text, str):
         raise KeyAccessError(f"{what} is missing or not a string")
-    # One decoder for both alphabets; a text that mixes them or has stray characters is refused by validate.
+    if set(text) & set("+/") and set(text) & set("-_"):
+        raise KeyAccessError(f"{what} mixes the two alphabets of base64")
     padded = text.rstrip("=").replace("-", "+").replace("_", "/")
     try:
         data = bytearray(base64.b64decode(padded + "=" * (-len(padded) % 4), validate=True))
@@ -203,6 +221,13 @@ def _decode(text: Any, length: int, what: str) -> bytearray:
     if len(data) != length:
         raise KeyAccessError(f"{what} has {len(data)} bytes instead of {length}")
     return data
+
+
+def _check(kid: str, secret: Secret, length: int) -> None:
+    if not isinstance(kid, str) or not _KID.fullmatch(kid):
+        raise KeyAccessError(f"a kid has 1 to 256 characters, no '/' and no controls, unlike {str(kid)[:40]!r}")
+    if len(secret) != length:
+        raise KeyAccessError(f"key {kid!r} has {len(secret)} bytes instead of {length}")
 
 
 def _b64url(data: bytes | memoryview) -> str:
