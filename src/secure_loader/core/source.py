@@ -30,18 +30,20 @@ class FileSource:
 
     Args:
         path: The file.
+        follow: Follow a symbolic link as the last part of the path.
 
     Raises:
         MissingFileError: No such file.
         SourceError: Not a regular file, or not readable.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, follow: bool = True) -> None:
         self.path = os.fspath(path)
         self._fd = -1
         try:
             # O_NONBLOCK: opening a FIFO must not hang before fstat can tell what it is.
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+            self._fd = os.open(self.path, flags)
             info = os.fstat(self._fd)
         except (FileNotFoundError, NotADirectoryError):
             raise MissingFileError("no such file", path=self.path) from None

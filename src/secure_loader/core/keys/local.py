@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...errors import ConfigError, KeyAccessError, SourceError
+from ..secrets import wipe
 from ..source import FileSource
 from .jwk import Jwk, MasterKey, SigningKey, parse_keys
 from .provider import KeyRequest, LocalUnwrapper, Unwrapper, split_reference
@@ -44,9 +45,8 @@ class EnvProvider:
 
 def _from_environment(variable: str) -> list[Jwk]:
     with _env_lock:
-        text = os.environ.pop(variable, None)
-        if text is not None:
-            _env_seen[variable] = parse_keys(text, f"environment variable {variable}")
+        if variable in os.environ:
+            _env_seen[variable] = _parse(os.environ.pop(variable), f"environment variable {variable}")
         keys = _env_seen.get(variable)
     if keys is None:
         raise KeyAccessError(
@@ -82,7 +82,10 @@ def path_of(reference: str) -> Path:
         text = "/" + rest
     if "\0" in text or "%" in text:
         raise KeyAccessError(f"key reference {reference!r}: escapes are not allowed")
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        raise KeyAccessError(f"key reference {reference!r}: there is no such user") from None
     if ".." in path.parts:
         raise KeyAccessError(f"key reference {reference!r}: '..' is not allowed")
     return path
@@ -159,7 +162,11 @@ def _only(hits: list[_K], what: str, name: str | None) -> _K:
 
 def key_files(folder: Path) -> Iterator[Path]:
     """The files of a folder that count as key files."""
-    for entry in folder.iterdir():
+    try:
+        entries = list(folder.iterdir())
+    except OSError as e:
+        raise KeyAccessError(f"key folder cannot be read: {e.strerror}", path=folder) from None
+    for entry in entries:
         if entry.suffix in _SUFFIXES and not entry.name.startswith("."):
             yield entry
 
@@ -167,14 +174,31 @@ def key_files(folder: Path) -> Iterator[Path]:
 def _read_file(path: Path) -> list[Jwk]:
     check_private(path)
     try:
-        with FileSource(path) as source:
+        with FileSource(path, follow=False) as source:
+            # What was looked at by name may have been replaced since; what counts is what is open.
+            _check_private(os.fstat(source.fileno()), path)
             if source.size > MAX_KEY_FILE:
                 raise KeyAccessError(f"key file is larger than {MAX_KEY_FILE} bytes", path=path)
             data = bytearray(source.size)
             source.read_into([memoryview(data)], 0)
     except SourceError as e:
         raise KeyAccessError(f"key file {e.message}", path=path) from None
-    return parse_keys(bytes(data), str(path))
+    return _parse(data, str(path))
+
+
+def _parse(text: str | bytearray, what: str) -> list[Jwk]:
+    """As parse_keys, but what it raises has no frame that holds the text: crash reporters show local variables."""
+    try:
+        keys = parse_keys(text if isinstance(text, str) else bytes(text), what)
+    except KeyAccessError as e:
+        message, hint = e.message, e.hint
+    else:
+        return keys
+    finally:
+        if isinstance(text, bytearray):
+            wipe(text)
+        del text
+    raise KeyAccessError(message, hint=hint)
 
 
 def check_private(path: Path) -> None:
@@ -187,6 +211,10 @@ def check_private(path: Path) -> None:
         info = os.lstat(path)
     except OSError as e:
         raise KeyAccessError(f"key file cannot be read: {e.strerror}", path=path) from None
+    _check_private(info, path)
+
+
+def _check_private(info: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(info.st_mode):
         raise KeyAccessError("key file is a link or not a regular file", path=path)
     if info.st_uid not in (0, os.geteuid()):

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ...errors import AuthenticationError, ConfigError, KeyAccessError
 from ..aead import Algorithm, unwrap_key
-from ..secrets import Secret
+from ..secrets import Secret, looks_like_key
 from .jwk import MasterKey
 
 ENTRY_POINTS = "secure_loader.key_providers"
@@ -138,10 +138,18 @@ class KeyRing:
 
     Args:
         sources: References (``file:/path``, ``env:NAME``, ``scheme:…``, or a plain path) and :class:`MasterKey` objects.
+
+    Raises:
+        ConfigError: Key material in place of a reference.
     """
 
     def __init__(self, sources: Iterable[str | MasterKey]) -> None:
         self._sources = tuple(sources)
+        if any(isinstance(s, str) and looks_like_key(s) for s in self._sources):
+            # Not shown: it would be taken for a path, and named in the message that says it does not exist.
+            raise ConfigError(
+                "keys takes references (paths, file:…, env:NAME) and MasterKey objects, never key material"
+            )
 
     def __repr__(self) -> str:
         return f"<KeyRing of {len(self._sources)} sources>"

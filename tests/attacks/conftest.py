@@ -1,0 +1,38 @@
+"""Whatever an attack does, it leaves no descriptor and no thread behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from secure_loader.core.pipeline import run_jobs
+
+
+def descriptors() -> dict[str, str]:
+    found = {}
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+            found[fd.name] = str(fd.readlink())
+    return found
+
+
+def strange_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if not t.name.startswith("secure-loader")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No descriptor is leaked, and no thread beyond those of the shared pool."""
+    run_jobs(lambda item: None, range(64))
+    gc.collect()
+    before, threads = descriptors(), strange_threads()
+    yield
+    gc.collect()
+    left = {fd: what for fd, what in descriptors().items() if before.get(fd) != what}
+    assert not left
+    assert strange_threads() == threads
