@@ -17,7 +17,15 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from ..errors import ConfigError, FormatError, KeyAccessError, SignatureError, UntrustedSignerError
+from ..errors import (
+    ConfigError,
+    FormatError,
+    KeyAccessError,
+    MissingFileError,
+    SignatureError,
+    SourceError,
+    UntrustedSignerError,
+)
 from . import strict_json
 from .envelope import SIGNATURE, Envelope, metadata
 from .header import LENGTH, Header, canonical_json, file_prefix
@@ -73,6 +81,8 @@ class TrustStore:
         signers = []
         for path in named:
             files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+            if path.is_dir():
+                _check_ours(path, "trust folder")
             signers += [read_trust_file(file) for file in files]
         return cls(signers, ", ".join(map(str, named)) or "an empty trust store")
 
@@ -182,14 +192,23 @@ def read_trust_file(path: Path) -> TrustedSigner:
         ConfigError: Malformed, or others could have written it.
         SourceError: Not readable.
     """
-    info = os.stat(path)
-    if info.st_uid not in (0, os.geteuid()) or stat.S_IMODE(info.st_mode) & 0o022:
-        raise ConfigError("trust file could have been written by others", path=path, hint=f"chmod 644 {path}")
+    _check_ours(path, "trust file")
     try:
         doc = strict_json.loads(read_small_file(str(path), MAX_TRUST_FILE), what="trust file", scan=True)
         return parse_trusted(doc, path.stem)
     except (FormatError, KeyAccessError) as e:
         raise ConfigError(f"trust file: {e.message}", path=path) from None
+
+
+def _check_ours(path: Path, what: str) -> None:
+    try:
+        info = os.stat(path)
+    except FileNotFoundError:
+        raise MissingFileError(f"no such {what}", path=path) from None
+    except (OSError, ValueError) as e:
+        raise SourceError(f"{what} cannot be read: {e}", path=path) from None
+    if info.st_uid not in (0, os.geteuid()) or stat.S_IMODE(info.st_mode) & 0o022:
+        raise ConfigError(f"{what} could have been written by others", path=path, hint=f"chmod go-w {path}")
 
 
 def parse_trusted(doc: Any, name: str) -> TrustedSigner:
@@ -225,6 +244,6 @@ def parse_time(text: object) -> dt.datetime | None:
         return None
     try:
         when = dt.datetime.fromisoformat(str(text))
-    except ValueError:
+        return when.replace(tzinfo=dt.UTC) if when.tzinfo is None else when.astimezone(dt.UTC)
+    except (ValueError, OverflowError):
         raise FormatError(f"{text!r} is not a date or an RFC 3339 time") from None
-    return when.replace(tzinfo=dt.UTC) if when.tzinfo is None else when.astimezone(dt.UTC)
