@@ -268,33 +268,56 @@ def run_jobs(job: Callable[[_T], None], items: Sequence[_T], on_error: Callable[
 
 def _fan_out(job: Callable[[_T], None], items: Sequence[_T]) -> None:
     todo: Iterator[_T] = iter(items)
-    lock = threading.Lock()
+    changed = threading.Condition()
+    running = 0
     failed: list[BaseException] = []
 
     def work() -> None:
-        while not failed:
-            with lock:
-                item = next(todo, None)
-            if item is None:
-                return
+        nonlocal running
+        while True:
+            with changed:
+                item = None if failed else next(todo, None)
+                if item is None:
+                    return
+                running += 1
             try:
                 job(item)
             except BaseException as e:  # noqa: BLE001 - raised again below, in the caller's thread
                 failed.append(e)
+            finally:
+                with changed:
+                    running -= 1
+                    changed.notify_all()
 
     helpers: list[Future[None]] = []
     try:
-        helpers.extend(_executor().submit(work) for _ in range(min(threads(), len(items)) - 1))
+        helpers.extend(_submit(work, min(threads(), len(items)) - 1))
         work()
     except BaseException as e:  # noqa: BLE001 - a signal in this thread, say; raised again below
         failed.append(e)
-    finally:
-        # Until every helper is out nobody may wipe or reuse the destination. One that never started is cancelled.
-        for helper in helpers:
-            if not helper.cancel():
-                helper.exception()
+    # Until no job runs any more nobody may wipe or reuse the destination, however often the user presses ^C.
+    while True:
+        try:
+            for helper in helpers:
+                helper.cancel()
+            with changed:
+                while running:
+                    changed.wait()
+            break
+        except BaseException as e:  # noqa: BLE001 - as above
+            failed.append(e)
     if failed:
         raise failed[0]
+
+
+def _submit(work: Callable[[], None], n: int) -> Iterator[Future[None]]:
+    for _ in range(n):
+        try:
+            yield _executor().submit(work)
+        except RuntimeError:
+            # Somebody changed the number of threads this moment, the interpreter is on its way out, or there are no
+            # more threads to be had. The calling thread does all the work itself then.
+            return
 
 
 def annotate(error: SecureLoaderError, path: str, tensor: str | None = None) -> SecureLoaderError:
