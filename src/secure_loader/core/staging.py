@@ -12,11 +12,12 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, WriteError
+from ..errors import ConfigError, SecureLoaderError, WriteError
 from . import strict_json
 from .atomic import sync_folder, write_bytes, write_error
 from .manifest import MANIFEST
@@ -60,6 +61,7 @@ def staged_folder(target: Path, *, fingerprint: Mapping[str, Any], force: bool =
     folder = target.parent / f".{target.name}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _check_ours(folder)
         with open(folder / _LOCK, "a", encoding="ascii") as lock:
             _lock(lock.fileno(), folder)
             resumed = _resume(folder, digest)
@@ -70,7 +72,7 @@ def staged_folder(target: Path, *, fingerprint: Mapping[str, Any], force: bool =
             for leftover in (_STATE, _LOCK):
                 (target / leftover).unlink(missing_ok=True)
     except OSError as e:
-        if isinstance(e, (WriteError, ConfigError)):
+        if isinstance(e, SecureLoaderError):  # a file that is missing, say; that is an OSError too
             raise
         raise write_error(e, target) from None
 
@@ -90,6 +92,13 @@ def check_target(target: Path, *, force: bool) -> None:
         raise WriteError("the destination is not empty", path=target, hint="choose another, or say --force")
     if not any(name in (MANIFEST, "config.json") or name.endswith(".safetensors") for name in entries):
         raise WriteError("is not a model folder; --force replaces only those", path=target)
+
+
+def _check_ours(folder: Path) -> None:
+    # Where others may write the parent, they may have put a link here, and what is behind it would be cleared away.
+    info = os.lstat(folder)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+        raise WriteError("is not a folder of ours; remove it", path=folder)
 
 
 def discard(target: Path) -> None:
