@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,8 @@ class LoaderConfig:
     insecure_allow_unverified_clear: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("keys", "trust"):
+            object.__setattr__(self, name, _references(name, getattr(self, name)))
         _one_of("integrity", self.integrity, ("tags", "full"))
         _one_of("clear_tensors", self.clear_tensors, ("map", "copy"))
         if self.threads is not None and (type(self.threads) is not int or not 1 <= self.threads <= 256):
@@ -85,10 +87,7 @@ class LoaderConfig:
         unknown = sorted(set(options) - known)
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
-        values: dict[str, Any] = {
-            name: _references(name, v) if name in ("keys", "trust") else v for name, v in options.items()
-        }
-        return dataclasses.replace(self, **values)
+        return dataclasses.replace(self, **options)
 
 
 def load(options: Mapping[str, Any] | None = None) -> LoaderConfig:
@@ -143,7 +142,7 @@ def _from_toml() -> dict[str, Any]:
     try:
         with open(path, "rb") as f:
             doc = tomllib.load(f)
-    except (OSError, tomllib.TOMLDecodeError) as e:
+    except (OSError, ValueError) as e:  # bytes that are no UTF-8 are no TOMLDecodeError
         raise ConfigError(f"cannot be read: {e}", path=path) from None
     unknown = sorted(set(doc) - {"loader"})
     if unknown or not isinstance(doc.get("loader", {}), dict):
@@ -167,6 +166,8 @@ def _from_environment() -> dict[str, Any]:
 def _references(name: str, value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
+    if isinstance(value, Mapping) or not isinstance(value, (str, os.PathLike, Iterable)):
+        raise ConfigError(f"{name} takes references (paths, file:…, env:NAME), not {type(value).__name__}")
     items = (value,) if isinstance(value, (str, os.PathLike)) else tuple(value)
     for item in items:
         # Not a convenience: settings travel through logs and process lists, a key must not.

@@ -1,0 +1,131 @@
+"""Settings: where they come from, which wins, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from secure_loader import Session, safe_open
+from secure_loader.config import LoaderConfig, explain, load
+from secure_loader.errors import ConfigError
+from tests.attacks.kit import KEY, assert_no_secret
+
+
+@pytest.fixture
+def toml(secure_loader_home):
+    def write(text: str | bytes) -> Path:
+        path = secure_loader_home / "config.toml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def test_defaults_are_the_strict_ones():
+    config = load()
+    assert config == LoaderConfig()
+    assert (config.integrity, config.clear_tensors, config.keys, config.trust) == ("tags", "map", None, None)
+    lax = [f.name for f in dataclasses.fields(config) if f.name.startswith(("insecure_", "allow_"))]
+    assert len(lax) == 4
+    assert not any(getattr(config, name) for name in lax)
+
+
+def test_arguments_win_over_environment_wins_over_toml(toml, monkeypatch):
+    path = toml('[loader]\nthreads = 2\nintegrity = "full"\nclear_tensors = "copy"\nkeys = "/a"\n')
+    assert (load().threads, load().integrity, load().clear_tensors, load().keys) == (2, "full", "copy", ("/a",))
+    monkeypatch.setenv("SECURE_LOADER_THREADS", "3")
+    monkeypatch.setenv("SECURE_LOADER_INTEGRITY", "tags")
+    assert (load().threads, load().integrity, load().clear_tensors) == (3, "tags", "copy")
+    assert (load({"threads": 4}).threads, load({"threads": 4}).integrity) == (4, "tags")
+    origins = {s.name: s.origin for s in explain()}
+    assert (origins["threads"], origins["clear_tensors"], origins["trust"]) == (
+        "SECURE_LOADER_THREADS",
+        str(path),
+        "default",
+    )
+
+
+def test_another_toml_file(tmp_path, monkeypatch):
+    path = tmp_path / "other.toml"
+    monkeypatch.setenv("SECURE_LOADER_CONFIG", str(path))
+    with pytest.raises(ConfigError, match="SECURE_LOADER_CONFIG names a file that does not exist"):
+        load()
+    path.write_text("[loader]\nthreads = 5\n")
+    assert load().threads == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[loader]\nthread = 2\n", "unknown setting 'thread'"),
+        ("[loaders]\nthreads = 2\n", "unknown section 'loaders'"),
+        ("loader = 2\n", "loader is no section"),
+        ("[loader\n", "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        ("[loader]\nthreads = 0\n", "threads must be a number from 1 to 256"),
+        ("[loader]\nthreads = true\n", "threads must be a number"),
+        ("[loader]\nthreads = '2'\n", "threads must be a number"),
+        ("[loader]\nintegrity = 'some'\n", "integrity must be one of tags, full"),
+        ("[loader]\nclear_tensors = 'share'\n", "clear_tensors must be one of map, copy"),
+        ("[loader]\ninsecure_allow_plaintext = 1\n", "insecure_allow_plaintext must be true or false"),
+        ("[loader]\nkeys = 5\n", "keys takes references"),
+        ("[loader]\nkeys = [5]\n", "keys takes references"),
+        ("[loader]\nkeys = {k = 'x'}\n", "keys takes references"),
+        ('[loader]\nkeys = \'{"kty":"oct"}\'\n', "never key material"),
+    ],
+)
+def test_refused_toml(toml, text, message):
+    toml(text)
+    with pytest.raises(ConfigError, match=message):
+        load()
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "257", "1.5"])
+def test_refused_environment(monkeypatch, value):
+    monkeypatch.setenv("SECURE_LOADER_THREADS", value)
+    with pytest.raises(ConfigError, match=r"(?i)threads must be"):
+        load()
+
+
+def test_insecure_settings_do_not_come_from_the_environment(monkeypatch):
+    for name in ("PLAINTEXT", "LEGACY", "UNVERIFIED_CLEAR"):
+        monkeypatch.setenv(f"SECURE_LOADER_INSECURE_ALLOW_{name}", "1")
+    assert load() == LoaderConfig()
+
+
+def test_references():
+    assert load({"keys": Path("/a")}).keys == ("/a",)
+    assert load({"keys": ["/a", Path("b"), "env:X"]}).keys == ("/a", "b", "env:X")
+    assert LoaderConfig(keys="/a").keys == ("/a",), "not one reference for each letter"
+    assert load({"keys": []}).keys == ()
+
+
+def test_key_material_is_refused_and_not_echoed(tmp_path, monkeypatch):
+    text = json.dumps(KEY.document())
+    hexadecimal = bytes(KEY.secret.reveal()).hex()
+    for attempt in (
+        lambda: load({"keys": text}),
+        lambda: load({"keys": [hexadecimal]}),
+        lambda: load({"keys": KEY.document()}),
+        lambda: load({"keys": bytes(KEY.secret.reveal())}),
+        lambda: LoaderConfig(keys=(text,)),
+        lambda: Session(keys=text),
+        lambda: Session(keys=[text]),
+        lambda: safe_open(tmp_path / "x", keys=hexadecimal),
+    ):
+        with pytest.raises(ConfigError, match="keys takes references") as caught:
+            attempt()
+        assert_no_secret(str(caught.value))
+    monkeypatch.setenv("SECURE_LOADER_KEYS", text)
+    with pytest.raises(ConfigError, match="SECURE_LOADER_KEYS takes references") as caught:
+        Session()
+    assert_no_secret(str(caught.value))
+
+
+def test_a_session_takes_keys_as_objects(tmp_path):
+    assert repr(Session.from_options({"keys": KEY})) == "<secure_loader session>"
+    with pytest.raises(ConfigError, match="unknown setting 'key'"):
+        Session.from_options({"key": KEY})
