@@ -1,0 +1,118 @@
+"""Inside core, lower never imports higher; and importing the package costs next to nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import secure_loader
+
+PACKAGE = Path(secure_loader.__file__).parent
+
+# From the bottom up; modules on one line do not import each other.
+LAYERS = (
+    "errors",
+    "core.types core.secrets core.report",
+    "core.strict_json core.home",
+    "core.header config",
+    "core.aead core.source",
+    "core.envelope core.atomic core.index core.tensors",
+    "core.copying core.keys.jwk core.slicing core.policy",
+    "core.keys.provider core.trust core.rollback core.pipeline",
+    "core.keys.local core.manifest core.trust_files core.archive",
+    "core.keys.generate core.staging core.seal core.session core.survey",
+    "core.checkpoint",
+    "core.writer core.inspection core.environment",
+    "core.single core.export core.rewrap",
+)
+FOREIGN = {"cryptography", "tqdm"}
+FRAMEWORKS = {"torch", "numpy", "ml_dtypes"}
+
+
+def modules() -> dict[str, Path]:
+    found = {".".join(p.relative_to(PACKAGE).with_suffix("").parts): p for p in PACKAGE.glob("core/**/*.py")}
+    found = {name: path for name, path in found.items() if not name.endswith("__init__")}
+    return found | {"errors": PACKAGE / "errors.py", "config": PACKAGE / "config.py"}
+
+
+def imports(name: str, path: Path) -> tuple[set[str], set[str]]:
+    """Our own modules and foreign packages that a module imports anywhere, even inside functions."""
+    known, ours, foreign = modules(), set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            foreign |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            foreign.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            base = name.split(".")[: -node.level]
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:
+                whole = ".".join([*base, alias.name])
+                ours.add(whole if whole in known else ".".join(base) or "errors")  # the version, of the package itself
+    return ours, {f for f in foreign if f not in sys.stdlib_module_names}
+
+
+def test_every_module_has_its_layer():
+    assert sorted(" ".join(LAYERS).split()) == sorted(modules())
+
+
+def test_lower_never_imports_higher():
+    height = {name: i for i, line in enumerate(LAYERS) for name in line.split()}
+    upward = [
+        f"{name} imports {other}"
+        for name, path in modules().items()
+        for other in imports(name, path)[0]
+        if height[other] >= height[name]
+    ]
+    assert upward == []
+
+
+def test_who_imports_what_from_outside():
+    used = {name: imports(name, path)[1] for name, path in modules().items()}
+    assert {f for fs in used.values() for f in fs} <= FOREIGN | FRAMEWORKS
+    assert {name for name, fs in used.items() if fs & FRAMEWORKS} <= {"core.tensors"}
+
+
+def test_tensors_is_the_only_file_that_names_frameworks_to_import():
+    for name, path in modules().items():
+        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        for call in calls:
+            called = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            if (
+                called in ("import_module", "_import", "__import__")
+                and call.args
+                and isinstance(call.args[0], ast.Constant)
+            ):
+                assert name == "core.tensors" or call.args[0].value.startswith("."), f"{name}: {call.args[0].value}"
+
+
+MEASURE = """
+import json, sys, time
+start = time.perf_counter()
+import secure_loader
+print(json.dumps([time.perf_counter() - start, sorted({m.partition(".")[0] for m in sys.modules})]))
+"""
+
+
+def measure(code: str) -> list:
+    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+
+
+def test_importing_the_package_is_quick_and_light():
+    best = min((measure(MEASURE) for _ in range(3)), key=lambda m: m[0])
+    assert best[0] < 0.05
+    assert not {"torch", "numpy", "transformers", "vllm", "safetensors", "cryptography", "tqdm"} & set(best[1])
+
+
+def test_opening_a_file_needs_no_framework_but_the_one_asked_for():
+    code = MEASURE.replace("import secure_loader\n", "from secure_loader import *\nencrypt_model, safe_open, Session\n")
+    assert not {"torch", "numpy", "transformers", "vllm", "safetensors", "tqdm"} & set(measure(code)[1])
+
+
+def test_public_names_resolve():
+    assert set(secure_loader.__all__) <= set(dir(secure_loader))
+    for name in secure_loader.__all__:
+        assert getattr(secure_loader, name) is not None
