@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from ..errors import ConfigError, NotEncryptedError, SecureLoaderError, TensorNameError
+from ..errors import ConfigError, NotEncryptedError, ReadError, SecureLoaderError, TensorNameError
 from . import slicing
 from .envelope import Envelope, Profile
 from .header import Header
@@ -92,7 +92,8 @@ class TensorFile:
     def granule(self, name: str) -> int:
         """Bytes that are read at least, to get one byte of the tensor."""
         if self.envelope is None or not self.is_sealed(name):
-            return mmap.PAGESIZE
+            # A clear tensor of a signed file is checked by whole pieces.
+            return mmap.PAGESIZE if self.profile is None else self.profile.digest_chunk_size
         return self.envelope.chunk_size or max(1, self.info(name).nbytes)
 
     def unlock(self) -> None:
@@ -186,7 +187,11 @@ class TensorFile:
         begin = self.header.body_start + info.start
         base = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         length = begin + info.nbytes - base
-        mapping = mmap.mmap(self.source.fileno(), length, access=mmap.ACCESS_COPY, offset=base)
+        try:
+            mapping = mmap.mmap(self.source.fileno(), length, access=mmap.ACCESS_COPY, offset=base)
+        except (OSError, ValueError) as e:
+            why = f"cannot be mapped, truncated since it was opened? ({e})"
+            raise ReadError(why, path=self.source.path, tensor=info.name) from None
         return mapping, begin - base
 
 

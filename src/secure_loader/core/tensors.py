@@ -91,7 +91,8 @@ class _Torch:
         return tensor if str(device) == "cpu" else tensor.to(device=device)
 
     def check_index(self, info: TensorInfo, index: Any) -> None:
-        if index is not Ellipsis:
+        # Masks cannot be tried on a tensor without values; the whole tensor is read for them, and torch complains then.
+        if is_basic(index):
             self._torch.empty(_storage_shape(info.dtype, info.shape), device="meta")[index]
 
     def compact(self, tensor: Any, held: int) -> Any:
@@ -129,11 +130,12 @@ class _Numpy:
 
     def check_index(self, info: TensorInfo, index: Any) -> None:
         # A broadcast scalar has the shape and none of the memory.
-        self._numpy.broadcast_to(self._numpy.int8(0), _storage_shape(info.dtype, info.shape))[index]
+        if is_basic(index):
+            self._numpy.broadcast_to(self._numpy.int8(0), _storage_shape(info.dtype, info.shape))[index]
 
     def compact(self, tensor: Any, held: int) -> Any:
         # An index of only ints gives a numpy scalar, which owns itself.
-        return self._numpy.array(tensor) if tensor.nbytes * 2 < held else tensor
+        return tensor.copy() if tensor.nbytes * 2 < held else tensor
 
     def _dtype(self, code: str) -> Any:
         name = DTYPES[code].numpy
@@ -146,6 +148,12 @@ class _Numpy:
             raise DeviceError(
                 f"numpy has no dtype for {code}", hint="install ml_dtypes, or load with framework 'pt'"
             ) from None
+
+
+def is_basic(index: Any) -> bool:
+    """Whether an index is made of ints, slices, ``None`` and ``...`` only, and so asks for no values of a tensor."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or isinstance(i, slice) or type(i) is int for i in items)
 
 
 _ML_DTYPES = {
@@ -193,7 +201,7 @@ def bytes_of(tensor: Any) -> tuple[str, tuple[int, ...], memoryview]:
         tensor: Moved to the CPU and made contiguous where needed.
 
     Raises:
-        ConfigError: Neither kind, sparse, or of a dtype that safetensors does not have.
+        ConfigError: Neither kind, or of a dtype that safetensors does not have.
     """
     kind = type(tensor).__module__.partition(".")[0]
     if hasattr(tensor, "untyped_storage"):
