@@ -25,7 +25,7 @@ test: $(VENV)/.ready ## The whole test suite, in its own environment (ARGS="-k h
 test-transformers: $(TRANSFORMERS:%=.venv-transformers-%/.ready) ## The Transformers tests at both ends of the supported range
 	@set -e; for version in $(TRANSFORMERS); do \
 		echo "== Transformers $$version"; \
-		.venv-transformers-$$version/bin/python -m pytest tests/hf -m "not vllm" $(ARGS); \
+		.venv-transformers-$$version/bin/python -m pytest tests/integration/hf tests/contract/test_transformers_names.py $(ARGS); \
 	done
 
 lint: $(VENV)/.ready ## Style, formatting, and who may import whom

@@ -107,15 +107,22 @@ def run(command: list[str], home: Path | None = None, *, expect: int = OK, quiet
     return Result(done.stdout, done.stderr, time.monotonic() - start)
 
 
-def refused(command: list[str], home: Path, code: int) -> None:
-    """Run a command that must be refused, and show how it says so."""
+def refused(command: list[str], home: Path, code: int, because: str) -> None:
+    """Run a command that must be refused, and show how it says so.
+
+    Args:
+        command: What the user types.
+        home: SECURE_LOADER_HOME.
+        code: The exit code it must end with.
+        because: What the error must say; refused for another reason is a failure of the demo.
+    """
     result = run(command, home, expect=code)
     # The command line names itself; a traceback ends with the full name of the exception.
     start = "secure_loader." if code == PYTHON_ERROR else "secure-loader: error:"
     lines = result.stderr.strip().splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith(start)), None)
-    if first is None:
-        raise DemoError(f"refused, but not by secure-loader:\n{result.stderr[-4000:]}")
+    if first is None or because not in "\n".join(lines[first:]):
+        raise DemoError(f"refused, but not by secure-loader, or not because of {because!r}:\n{result.stderr[-4000:]}")
     error = lines[first:]
     indent("\n".join(error))
     print(f"  refused (exit code {code})", flush=True)
@@ -140,12 +147,12 @@ def show_refusals() -> None:
     show(["cp", "-r", str(HOME / "trust"), f"{STRANGER}/"])
     shutil.copytree(HOME / "trust", STRANGER / "trust")
     stolen = WORK / "stolen"
-    refused(["secure-loader", "decrypt", str(ENCRYPTED), str(stolen)], STRANGER, KEY_UNAVAILABLE)
+    refused(["secure-loader", "decrypt", str(ENCRYPTED), str(stolen)], STRANGER, KEY_UNAVAILABLE, "no master key")
     if list(stolen.glob("*.safetensors")):
         raise DemoError(f"{stolen} holds weights although decrypting was refused")
 
     heading("Somebody who does not know the publisher")
-    refused(["secure-loader", "verify", str(ENCRYPTED)], NOBODY, VERIFICATION_FAILED)
+    refused(["secure-loader", "verify", str(ENCRYPTED)], NOBODY, VERIFICATION_FAILED, "trust store")
 
     heading("A copy with one bit of a weight flipped")
     tampered = WORK / "tampered-weight"
@@ -158,18 +165,20 @@ def show_refusals() -> None:
         file.seek(position)
         file.write(bytes([byte ^ 0x01]))
     print(f"  flipped bit 0 of byte {position:,} of {weights}", flush=True)
-    refused(["secure-loader", "verify", "--full", str(tampered)], HOME, VERIFICATION_FAILED)
-    refused(["python", "examples/ask_transformers.py", str(tampered), "secure"], HOME, PYTHON_ERROR)
+    refused(["secure-loader", "verify", "--full", str(tampered)], HOME, VERIFICATION_FAILED, "signed digest")
+    refused(
+        ["python", "examples/ask_transformers.py", str(tampered), "secure"], HOME, PYTHON_ERROR, "AuthenticationError"
+    )
 
     heading("A copy with another config.json")
     tampered = WORK / "tampered-config"
     shutil.copytree(ENCRYPTED, tampered)
     config = json.loads((tampered / "config.json").read_text())
     (tampered / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1.0}))
-    refused(["secure-loader", "verify", str(tampered)], HOME, VERIFICATION_FAILED)
+    refused(["secure-loader", "verify", str(tampered)], HOME, VERIFICATION_FAILED, "config.json")
 
     heading('Forgetting loader="secure" gives an error, not ciphertext for weights')
-    refused(["python", "examples/ask_transformers.py", str(ENCRYPTED)], HOME, PYTHON_ERROR)
+    refused(["python", "examples/ask_transformers.py", str(ENCRYPTED)], HOME, PYTHON_ERROR, "EncryptedFileError")
 
 
 def check_answer(answer: str) -> None:

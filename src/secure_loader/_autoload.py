@@ -75,20 +75,50 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._own
         self._own.exec_module(module)
-        try:
-            from .hf import hook
+        _prepare(module)
 
-            hook.patch(module)
-        except Exception:
-            # The import of somebody else's library must not fail over ours. Without the hook, loader="secure" is an
-            # argument that nobody knows: Transformers refuses it.
-            logging.getLogger(__name__).exception("secure_loader could not prepare %s", module.__name__)
+
+class _WatchedSpec(importlib.machinery.ModuleSpec):
+    """The spec of a module that is being executed already; tells when that is done.
+
+    Transformers' own modules import torch, so some of :data:`MODULES` are halfway through when torch calls
+    :func:`register`. The import system marks the end by clearing ``_initializing`` (tests/contract pins the name).
+    """
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(vars(self).get("_initializing"))
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        vars(self)["_initializing"] = value
+        module = sys.modules.get(self.name)
+        if not value and module is not None:
+            self.__class__ = importlib.machinery.ModuleSpec  # type: ignore[assignment]
+            _prepare(module)
+
+
+def _prepare(module: ModuleType) -> None:
+    try:
+        from .hf import hook
+
+        hook.patch(module)
+    except Exception:
+        # The import of somebody else's library must not fail over ours. Without the hook, loader="secure" is an
+        # argument that nobody knows: Transformers refuses it.
+        logging.getLogger(__name__).exception("secure_loader could not prepare %s", module.__name__)
 
 
 def add_finder() -> None:
-    """Put the finder in place, once."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Put the finder in place, once, and watch the modules that came too early for it."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Finder())
+    for name in MODULES:
+        module = sys.modules.get(name)
+        spec = getattr(module, "__spec__", None)
+        if type(spec) is importlib.machinery.ModuleSpec and getattr(spec, "_initializing", False):
+            spec.__class__ = _WatchedSpec
 
 
 def register() -> None:

@@ -121,6 +121,34 @@ def _needs_installation():
         pytest.skip("secure_loader is not installed in this environment, only on the path")
 
 
+# Transformers imports torch from here or there, and only then is our entry point called: some of the modules that are
+# to be prepared are halfway through by then.
+FIRST_IMPORTS = [
+    "from transformers import AutoModelForCausalLM",
+    "from transformers import AutoTokenizer",
+    "from transformers import pipeline",
+    "from transformers import LlamaForCausalLM",
+    "import transformers.modeling_utils",
+    "import transformers.models.auto.modeling_auto",
+    "import torch",
+]
+
+
+@pytest.mark.parametrize("first", FIRST_IMPORTS)
+def test_the_entry_point_prepares_everything_whatever_comes_first(first, environment):
+    _needs_installation()
+    script = (
+        f"{first}\n"
+        "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel\n"
+        "for kind in (AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel):\n"
+        "    try:\n        kind.from_pretrained('nowhere', loader='nonsense')\n"
+        "    except Exception as e:\n        print(type(e).__name__)\n"
+    )
+    command = [sys.executable, "-W", "error::ImportWarning", "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["ConfigError"] * 5, done.stderr
+
+
 def test_script_with_the_entry_point_switched_off(tied, environment, tmp_path):
     """Without the hook nothing is found under upstream's names: it fails closed."""
     command = [sys.executable, "-c", SCRIPT.format(activate=""), str(tied.secure), str(tmp_path / "state.pt")]
