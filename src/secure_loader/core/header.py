@@ -19,6 +19,7 @@ from .types import DTYPES, TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own MAX_HEADER_SIZE
 MAX_TENSORS = 1_000_000
+MAX_DIMS = 64  # numpy's limit, and that of most of torch
 MAX_BODY_BYTES = 2**63 - 1
 BODY_ALIGNMENT = 4096  # profile 1: O_DIRECT and GPUDirect Storage can read the body where it lies
 _DEPTH = 3  # {name: {shape: [..]}}
@@ -146,6 +147,8 @@ def _tensor(name: str, entry: Any) -> TensorInfo:
         raise FormatError(f"unknown dtype {str(dtype)[:40]!r}", tensor=name[:200])
     if not isinstance(shape, list) or not all(strict_json.is_count(n) for n in shape):
         raise FormatError("its shape is not a list of whole numbers", tensor=name[:200])
+    if len(shape) > MAX_DIMS:
+        raise FormatError(f"{len(shape):,} dimensions; at most {MAX_DIMS} are allowed", tensor=name[:200])
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(strict_json.is_count(n) for n in offsets):
         raise FormatError("its data_offsets are not two whole numbers", tensor=name[:200])
     bits = DTYPES[dtype].bits
