@@ -1,0 +1,64 @@
+"""A header that was parsed is written back as the very bytes that were signed."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secure_loader.core import header as hdr
+from secure_loader.core.source import FileSource, read_header
+from secure_loader.core.types import DTYPES, TensorInfo
+
+from .files import PROFILE
+
+# Lone surrogates are no UTF-8; everything else may be a name, controls and quotes included.
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+METADATA = st.dictionaries(NAMES, NAMES, max_size=4)
+
+
+@st.composite
+def tensor_lists(draw: st.DrawFn) -> list[TensorInfo]:
+    """Tensors that cover a body without a hole, empty ones and scalars among them."""
+    out: list[TensorInfo] = []
+    for name in draw(st.lists(NAMES.filter(lambda n: n != "__metadata__"), max_size=6, unique=True)):
+        dtype = draw(st.sampled_from(sorted(DTYPES)))
+        shape = draw(st.lists(st.integers(0, 9), max_size=4))
+        if DTYPES[dtype].bits % 8:
+            shape = [*shape, 4 * draw(st.integers(0, 3))]  # packed kinds fill whole bytes in fours
+        start = out[-1].stop if out else 0
+        out.append(TensorInfo(name, dtype, tuple(shape), start, start + math.prod(shape) * DTYPES[dtype].bits // 8))
+    # Equal offsets keep the order of the file; any other order is that of the offsets.
+    return out
+
+
+@settings(PROFILE, max_examples=150)
+@given(METADATA, tensor_lists())
+def test_canonical_bytes_survive_a_round_trip(metadata: dict[str, str], tensors: list[TensorInfo]) -> None:
+    text = hdr.canonical_json(metadata, tensors)
+    prefix, body = hdr.file_prefix(text), b"\0" * (tensors[-1].stop if tensors else 0)
+    assert len(prefix) % hdr.BODY_ALIGNMENT == 0
+    header = read_header(FileSource.from_bytes(prefix + body))
+    assert header.metadata == metadata
+    assert list(header.tensors.values()) == tensors
+    assert header.canonical_json() == text
+    assert header.body_start == len(prefix)
+    # An independent parser sees the same document.
+    assert json.loads(text)["__metadata__"] == metadata
+
+
+@settings(PROFILE, max_examples=60)
+@given(METADATA, tensor_lists(), st.data())
+def test_order_and_spacing_of_the_json_do_not_matter(
+    metadata: dict[str, str], tensors: list[TensorInfo], data: st.DataObject
+) -> None:
+    """However a writer lays the same header out, its canonical form is one and the same."""
+    tensors = [t for t in tensors if t.nbytes]  # the order of empty tensors at one offset is the file's own
+    text = hdr.canonical_json(metadata, tensors)
+    entries = data.draw(st.permutations(list(json.loads(text).items())))
+    doc = {name: dict(data.draw(st.permutations(list(entry.items())))) for name, entry in entries}
+    indent = data.draw(st.sampled_from([None, 0, 2]))
+    other = json.dumps(doc, indent=indent, ensure_ascii=data.draw(st.booleans())).encode()
+    assert hdr.parse(other + b" " * 3, tensors[-1].stop if tensors else 0).canonical_json() == text
