@@ -1,0 +1,6 @@
+"""Fuzz the metadata strings of an encrypted file (targets.py says what must hold)."""
+
+from under_atheris import run
+
+if __name__ == "__main__":
+    run("fuzz_metadata")
