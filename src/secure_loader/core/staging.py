@@ -121,6 +121,9 @@ def _resume(folder: Path, digest: str) -> Mapping[str, Any] | None:
         except Exception:  # noqa: BLE001 - a damaged state only means to start over
             doc = None
         if isinstance(doc, dict) and doc.get("fingerprint") == digest and isinstance(doc.get("state"), dict):
+            # What was being written when the other run was killed is no use, and would be published with the rest.
+            for half in folder.rglob(".*.tmp-*"):
+                half.unlink()
             return dict(doc["state"])
     for entry in folder.iterdir():
         if entry.name == _LOCK:

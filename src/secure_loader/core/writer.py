@@ -21,6 +21,7 @@ from .copying import copy_file
 from .home import keys_dir
 from .keys.jwk import MasterKey, SigningKey
 from .keys.local import find_master_key, find_signing_key
+from .keys.provider import key_check_value
 from .report import Advance, progress_bar
 from .seal import PlainTensor, Publication, write_file
 from .session import Session
@@ -133,7 +134,12 @@ def encrypt_model(
     sealed = _choose(plan, include, exclude)
     fingerprint = {
         "files": [[n, (source / n).stat().st_size, (source / n).stat().st_mtime_ns] for n in plan.everything],
-        "keys": [publication.master.kid, publication.signing.verify_key().thumbprint()],
+        "keys": [
+            publication.master.kid,
+            # Another key may have got the same name since: half the shards would be sealed under either.
+            key_check_value(publication.master.secret, b"resume").hex(),
+            publication.signing.verify_key().thumbprint(),
+        ],
         "settings": [publication.model_id, release, version, chunk_size, keep_names],
         "sealed": hashlib.sha256("\0".join(sorted(sealed)).encode()).hexdigest(),
     }
