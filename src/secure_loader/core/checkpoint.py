@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import FormatError, ManifestError, MissingFileError, SecureLoaderError
+from ..errors import FormatError, ManifestError, MissingFileError, RollbackError, SecureLoaderError
 from . import index
 from . import manifest as mf
 from .archive import TensorFile
@@ -51,7 +51,10 @@ class Checkpoint:
             _log.warning("%s has no %s: its file set, config and tokenizer are unprotected", self.folder, mf.MANIFEST)
             return
         self.manifest, self.signer = mf.read(self.folder, session.trust)
-        check_release(self.manifest.model_id, self.signer.key.thumbprint(), self.manifest.release)
+        try:
+            check_release(self.manifest.model_id, self.signer.key.thumbprint(), self.manifest.release)
+        except RollbackError as e:
+            raise annotate(e, str(self.folder)) from None
         mf.check_files(self.folder, self.manifest, partial=partial)
         self._check_index(self.manifest)
 

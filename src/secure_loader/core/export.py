@@ -10,6 +10,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from . import header as hdr
 from . import index, strict_json
+from . import manifest as mf
 from .archive import TensorFile, public_metadata
 from .atomic import atomic_file, pwrite_all, write_bytes
 from .checkpoint import Checkpoint
@@ -71,7 +72,11 @@ def decrypt_model(
                     nbytes += file.header.body_bytes
                     encrypted += len(file.envelope.records) if file.envelope else 0
             for name in others:
-                _copy_other(source, name, shards, _place(staging.folder, name))
+                out = _place(staging.folder, name)
+                copy_file(source / name, out)
+                mf.check_copy(out, name, manifest)
+                if name.endswith(".json") and ".safetensors.index" in name:
+                    _rename_shards(out, shards)
         except BaseException:
             # What was written so far is plaintext; nobody asked for half a model in clear.
             discard(target)
@@ -97,14 +102,10 @@ def _place(folder: Path, name: str) -> Path:
     return out
 
 
-def _copy_other(source: Path, name: str, shards: list[str], out: Path) -> None:
-    if not (name.endswith(".json") and ".safetensors.index" in name):
-        copy_file(source / name, out)
-        return
-    doc = index.load(source / name)
-    weight_map = index.parse(source / name, shards)
-    doc["weight_map"] = {t: plain_name(s) for t, s in weight_map.items()}
-    write_bytes(out, strict_json.dumps(doc, sort_keys=False).encode())
+def _rename_shards(path: Path, shards: list[str]) -> None:
+    doc = index.load(path)
+    doc["weight_map"] = {t: plain_name(s) for t, s in index.parse(path, shards).items()}
+    write_bytes(path, strict_json.dumps(doc, sort_keys=False).encode())
 
 
 def _write_plain(file: TensorFile, target: Path, advance: Advance) -> None:

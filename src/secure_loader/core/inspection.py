@@ -165,7 +165,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         )
     names = list(mf.list_files(where))
     files = tuple(_summary(where / n, n) for n in names if n.endswith(".safetensors"))
-    others = {n: (where / n).stat().st_size for n in names if not n.endswith(".safetensors") and n != mf.MANIFEST}
+    others = {n: _size(where / n) for n in names if not n.endswith(".safetensors") and n != mf.MANIFEST}
     model_id = release = created = None
     if mf.MANIFEST in names:
         manifest = mf.peek(read_small_file(str(where / mf.MANIFEST), mf.MAX_MANIFEST))
@@ -173,6 +173,11 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     elif not files:
         raise FormatError("holds no safetensors files", path=where)
     return Inspection(str(where), files, others, mf.MANIFEST in names, model_id, release, created)
+
+
+def _size(path: Path) -> int:
+    with FileSource(path) as source:
+        return source.size
 
 
 def list_tensors(path: str | os.PathLike[str]) -> Iterator[TensorSummary]:

@@ -226,13 +226,30 @@ def check_files(folder: Path, manifest: Manifest, *, partial: bool = False) -> N
             if partial and not is_needed(name, entry):
                 continue
             raise ManifestError(f"{name} is missing from the signed folder", path=folder)
-        if digest_of(folder / name, shard=entry.header_sha256 is not None) != entry:
+        if not _is_as_signed(folder / name, entry):
             raise ManifestError(f"{name} is not the file that was signed: altered, or of another release", path=folder)
+
+
+def _is_as_signed(path: Path, entry: FileEntry) -> bool:
+    with FileSource(path) as source:
+        if source.size != entry.nbytes:  # or a file of many terabytes would be hashed to the end
+            return False
+    return digest_of(path, shard=entry.header_sha256 is not None) == entry
+
+
+def check_copy(path: Path, name: str, manifest: Manifest) -> None:
+    """Whether a copy is the file that was signed: the original may have changed since the folder was checked.
+
+    Raises:
+        ManifestError: It is not.
+    """
+    if not _is_as_signed(path, manifest.files[name]):
+        raise ManifestError(f"{name} is not the file that was signed: it changed while it was copied", path=path.parent)
 
 
 def is_needed(name: str, entry: FileEntry) -> bool:
     """Whether a file must be there even where only part of a folder was fetched: shards, index and configuration."""
-    return entry.sha256 is None or name.endswith(("config.json", ".index.json"))
+    return entry.sha256 is None or name.endswith(("config.json", ".index.json", ".index.secure.json"))
 
 
 def digest_of(path: Path, *, shard: bool) -> FileEntry:

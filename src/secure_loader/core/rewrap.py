@@ -12,6 +12,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from . import envelope as env
 from . import header as hdr
+from . import manifest as mf
 from .aead import NONCE_BYTES, wrap_key
 from .archive import TensorFile, unwrap_deks
 from .atomic import atomic_file, pwrite_all
@@ -79,6 +80,7 @@ def rewrap_model(
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if name not in shards:
                     copy_file(folder / name, target)
+                    mf.check_copy(target, name, manifest)  # it is about to be signed again
                     continue
                 file = checkpoint.open(name)
                 with file.source:

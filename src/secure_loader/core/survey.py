@@ -67,6 +67,8 @@ def survey(source: Path, *, keep_names: bool) -> Survey:
     others: list[str] = []
     left_out: list[str] = []
     for name in mf.list_files(source):
+        if not name.isprintable() and any("\ud800" <= c <= "\udfff" for c in name):
+            raise ConfigError(f"{name!r} is not UTF-8, and no manifest can list it; rename it", path=source)
         if not (source / name).is_file():
             raise ConfigError(f"{name} is a link to a folder, or no regular file", path=source)
         if name.endswith(".safetensors"):
