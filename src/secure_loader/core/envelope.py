@@ -150,7 +150,7 @@ def parse(header: Header) -> Envelope:
     if missing:
         raise FormatError(f"signed files carry {', '.join(_REQUIRED)}; {', '.join(missing)} is missing: stripped?")
     strict = PROFILE in meta
-    keys = _object(meta[CRYPTO_KEYS], CRYPTO_KEYS)
+    keys = _object(meta[CRYPTO_KEYS], CRYPTO_KEYS, header)
     version = keys.get("version")
     if not isinstance(version, str):
         raise UnsupportedVersionError(f"{CRYPTO_KEYS} has no version string")
@@ -167,14 +167,14 @@ def parse(header: Header) -> Envelope:
     algorithm = _algorithm(enc.alg, strict=strict)
     if sign.alg != "ed25519" and (strict or sign.alg.lower() not in ("ed25519", "eddsa")):
         raise UnsupportedVersionError(f"signature algorithm {sign.alg[:40]!r} is unknown; ed25519 is supported")
-    records = _records(_object(meta[ENCRYPTION], ENCRYPTION), header, algorithm, chunk_size, strict=strict)
-    policy = _object(meta[POLICY], POLICY)
+    records = _records(_object(meta[ENCRYPTION], ENCRYPTION, header), header, algorithm, chunk_size, strict=strict)
+    policy = _object(meta[POLICY], POLICY, header)
     if not {"local", "remote"} <= policy.keys() or not all(isinstance(p, str) for p in policy.values()):
         raise FormatError(f"{POLICY} needs the texts local and remote")
     if strict:
         _only(policy, {"local", "remote"}, POLICY)
     signature = unbase64(meta[SIGNATURE], 64, SIGNATURE)
-    profile = _profile(_object(meta[PROFILE], PROFILE), header, chunk_size) if strict else None
+    profile = _profile(_object(meta[PROFILE], PROFILE, header), header, chunk_size) if strict else None
     return Envelope(
         version,
         algorithm,
@@ -266,8 +266,9 @@ def unbase64(text: object, length: int | None, what: str) -> bytes:
     return data
 
 
-def _object(text: str, what: str) -> dict[str, Any]:
-    doc = strict_json.loads(text, what=what, scan=True)
+def _object(text: str, what: str, header: Header) -> dict[str, Any]:
+    # Six commas a tensor in its record, one in its digest. More could only be refused after building them all.
+    doc = strict_json.loads(text, what=what, scan=True, max_items=1000 + 8 * len(header.tensors))
     if not isinstance(doc, dict):
         raise FormatError(f"{what} is not a JSON object")
     return doc

@@ -137,7 +137,9 @@ def read_header(source: FileSource) -> hdr.Header:
 
 
 def _scan(source: FileSource, n: int, keep: memoryview | None = None) -> None:
-    scanner = strict_json.Scanner()
+    # An entry has seven commas when its tensor has four dimensions; metadata are few. Without the bound millions of
+    # tiny strings or numbers would be built before anything could refuse them.
+    scanner = strict_json.Scanner(max_items=100_000, per_object=16)
     scratch = memoryview(bytearray(min(_PIECE, n)))
     for start in range(0, n, _PIECE):
         length = min(_PIECE, n - start)

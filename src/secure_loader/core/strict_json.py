@@ -28,11 +28,23 @@ class Scanner:
     Args:
         what: What is scanned, for messages.
         max_depth: Deepest nesting allowed.
+        max_items: Most commas allowed outside strings: members and elements of everything together. None: any number.
+        per_object: Further commas allowed for every object.
     """
 
-    def __init__(self, what: str = "header", max_depth: int = _MAX_DEPTH) -> None:
+    def __init__(
+        self,
+        what: str = "header",
+        max_depth: int = _MAX_DEPTH,
+        *,
+        max_items: int | None = None,
+        per_object: int = 0,
+    ) -> None:
         self._what = what
         self._max_depth = max_depth
+        self._max_items = max_items
+        self._per_object = per_object
+        self._commas = 0
         self._in_string = False
         self._backslash = b""
         self._objects = self._lists = 0
@@ -56,7 +68,9 @@ class Scanner:
         outside = pieces[1::2] if self._in_string else pieces[::2]
         if len(pieces) % 2 == 0:
             self._in_string = not self._in_string
-        brackets = b"".join(outside).translate(None, _NO_BRACKET)
+        syntax = b"".join(outside)
+        self._commas += syntax.count(b",")
+        brackets = syntax.translate(None, _NO_BRACKET)
         self._objects += brackets.count(b"{")
         self._lists += brackets.count(b"[")
         if self._objects > MAX_OBJECTS or self._lists > MAX_LISTS:
@@ -83,18 +97,23 @@ class Scanner:
         self._depth = len(rest)
 
     def finish(self) -> None:
-        """Raises FormatError unless every bracket and string was closed."""
+        """Raises FormatError unless every bracket and string was closed, and there are not too many items."""
         if self._depth or self._in_string or self._backslash:
             raise FormatError(f"the {self._what} is not complete JSON")
+        if self._max_items is not None and self._commas > self._max_items + self._per_object * self._objects:
+            raise FormatError(f"the {self._what} holds too many items")
 
 
-def loads(text: bytes | str, *, what: str, scan: bool = False, any_number: bool = False) -> Any:
+def loads(
+    text: bytes | str, *, what: str, scan: bool = False, any_number: bool = False, max_items: int | None = None
+) -> Any:
     """Parse JSON strictly.
 
     Args:
         text: UTF-8 bytes, or a string.
         what: What is parsed, for messages.
         scan: Run a :class:`Scanner` first; needed unless the caller already did.
+        max_items: As for :class:`Scanner`, with ``scan``.
         any_number: Accept fractions and negative numbers too (files of others, such as an index).
 
     Raises:
@@ -105,7 +124,7 @@ def loads(text: bytes | str, *, what: str, scan: bool = False, any_number: bool 
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         if scan:
-            scanner = Scanner(what)
+            scanner = Scanner(what, max_items=max_items)
             scanner.feed(text.encode("utf-8"))
             scanner.finish()
         doc = json.loads(
