@@ -83,6 +83,21 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     return items[0] if len(items) == 1 and draw(st.booleans()) else tuple(items)
 
 
+@st.composite
+def partial_indices(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Ints in range and slices with steps: all that is read in part."""
+    items: list[Any] = []
+    for size in shape:
+        if size and draw(st.booleans()):
+            items.append(draw(st.integers(-size, size - 1)))
+            continue
+        ends = sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size))))
+        items.append(slice(*ends, draw(st.integers(1, 4))))
+    first, last = sorted(draw(st.tuples(st.integers(0, len(shape)), st.integers(0, len(shape)))))
+    # The rest may be left out, or stands for nothing or more behind dots in the middle.
+    return tuple(draw(st.sampled_from([items, items[:last], [*items[:first], ..., *items[last:]]])))
+
+
 def attempt(thing: Any, index: Any) -> Any:
     try:
         return thing[index]
@@ -114,7 +129,7 @@ def test_small_tensors(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPE_NAMES + (TORCH_ONLY if framework == "pt" else ())), "dtype")
     shape = tuple(data.draw(st.lists(st.integers(0, 6), max_size=4), "shape"))
     tensor = tensor_of(shape, dtype)
-    index = data.draw(indices(shape), "index")
+    index = data.draw(indices(shape) | partial_indices(shape) if shape else indices(shape), "index")
     stored_slice = archive(stored({"t": tensor}, data.draw(st.sampled_from(KINDS), "kind")), framework).get_slice("t")
     assert stored_slice.get_shape() == list(shape)
     check_same(attempt(stored_slice, index), attempt(plain_as(tensor, framework), index))
@@ -135,7 +150,8 @@ def large(request: pytest.FixtureRequest) -> bytes:
 def test_tensors_of_many_chunks(large: bytes, data: st.DataObject) -> None:
     framework = data.draw(st.sampled_from(["pt", "numpy"]), "framework")
     name = data.draw(st.sampled_from(sorted(n for n in LARGE if framework == "pt" or n != "bf16")), "tensor")
-    index = data.draw(indices(tuple(LARGE[name].shape)), "index")
+    shape = tuple(LARGE[name].shape)
+    index = data.draw(indices(shape) | partial_indices(shape), "index")
     got = attempt(archive(large, framework).get_slice(name), index)
     check_same(got, attempt(plain_as(LARGE[name], framework), index))
 
@@ -144,19 +160,16 @@ def test_tensors_of_many_chunks(large: bytes, data: st.DataObject) -> None:
 @given(st.data())
 def test_a_plan_names_the_bytes_of_the_answer(data: st.DataObject) -> None:
     """With chunks of a few bytes, which no file has, every way to cut an index into ranges is taken."""
-    shape = tuple(data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4), "shape"))
+    shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3), "shape"))
     array = np.arange(math.prod(shape), dtype=np.int16).reshape(shape)
-    index = data.draw(indices(shape), "index")
-    want = attempt(array, index)
-    if isinstance(want, type):
-        return  # the framework has refused it before anything is planned
-    plan = slicing.plan(TensorInfo("t", "I16", shape, 0, array.nbytes), index, data.draw(st.integers(1, 200), "chunk"))
+    index = data.draw(partial_indices(shape), "index")
+    plan = slicing.plan(TensorInfo("t", "I16", shape, 0, array.nbytes), index, data.draw(st.integers(1, 64), "chunk"))
     assert all(0 <= r.start < r.stop <= array.nbytes for r in plan.ranges) or not array.nbytes
     assert all(a.stop < b.start for a, b in zip(plan.ranges, plan.ranges[1:], strict=False))
     raw = array.tobytes()
     read = b"".join(raw[r.start : r.stop] for r in plan.ranges)
     assert plan.nbytes == len(read)
-    check_same(np.frombuffer(read, np.int16).reshape(plan.shape)[plan.index], want)
+    check_same(np.frombuffer(read, np.int16).reshape(plan.shape)[plan.index], array[index])
 
 
 @pytest.mark.parametrize("framework", ["pt", "numpy"])
