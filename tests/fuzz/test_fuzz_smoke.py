@@ -28,7 +28,7 @@ _TOKENS = (
     b"true",
     b"=",
 )
-_DAMAGED = 2000  # inputs a target: less than half a second
+_DAMAGED = 1200  # inputs a target: a quarter of a second
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
