@@ -201,6 +201,7 @@ def _refuse_shared(tensors: dict[str, torch.Tensor]) -> None:
         if not hasattr(tensor, "untyped_storage"):
             raise ConfigError(f"is not a torch tensor but {type(tensor).__name__}", tensor=str(name))
         if str(tensor.layout) != "torch.strided":
+            # Said before safetensors' own helper trips over it.
             raise ConfigError("sparse tensors cannot be saved; make it dense first", tensor=name)
     shared = [sorted(group) for group in _find_shared_tensors(tensors) if len(group) > 1]
     if shared:

@@ -19,7 +19,7 @@ from .types import DTYPES, TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own MAX_HEADER_SIZE
 MAX_TENSORS = 1_000_000
-MAX_DIMS = 64  # numpy's limit, and that of most of torch
+MAX_DIMS = 1000  # torch has no limit of its own, and safetensors none at all
 MAX_BODY_BYTES = 2**63 - 1
 BODY_ALIGNMENT = 4096  # profile 1: O_DIRECT and GPUDirect Storage can read the body where it lies
 _DEPTH = 3  # {name: {shape: [..]}}

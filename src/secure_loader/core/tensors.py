@@ -207,6 +207,8 @@ def bytes_of(tensor: Any) -> tuple[str, tuple[int, ...], memoryview]:
     if hasattr(tensor, "untyped_storage"):
         torch = _import("torch")
         code = _code_of(str(tensor.dtype).removeprefix("torch."), "torch")
+        if tensor.layout is not torch.strided:
+            raise ConfigError("sparse tensors cannot be saved; make it dense first")
         flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
         shape = tuple(tensor.shape)
         if DTYPES[code].bits == 4 and shape:

@@ -23,7 +23,7 @@ from ..core.seal import PlainTensor, Publication, seal_bytes, write_file
 from ..core.types import DTYPE_RANK
 from ..errors import EncryptedFileError, FormatError, NotEncryptedError
 from . import context
-from .sniff import bytes_look_encrypted, looks_encrypted
+from .sniff import bytes_look_encrypted, holds_ciphertext, looks_encrypted
 
 _SHARD_NUMBER = re.compile(r"-(\d{1,9})-of-(\d{1,9})\.safetensors$")
 
@@ -61,7 +61,7 @@ def _open(filename: Any, framework: str, device: Any, options: Mapping[str, Any]
         file = active.open(filename)
         if file is not None:
             return _archive(file, framework, device)
-    elif looks_encrypted(filename):
+    elif holds_ciphertext(filename):
         raise refusal(filename)
     return _originals["safe_open"](filename, framework, device, **options)
 

@@ -13,19 +13,33 @@ _MAX_HEADER = 100_000_000
 _MARKER = re.compile(rb'"__(?:encryption|crypto_keys|signature|policy|secure_loader)__"')
 
 
+# A signed file of which every tensor was left in clear: any reader reads it right.
+_ALL_CLEAR = re.compile(rb'"__encryption__": ?"\{\}"')
+
+
 def looks_encrypted(path: str | os.PathLike[str]) -> bool:
     """Whether a file carries the marks of encryption; False for what cannot be read, which is for others to report."""
+    return _MARKER.search(_header_of(path)) is not None
+
+
+def holds_ciphertext(path: str | os.PathLike[str]) -> bool:
+    """Whether a reader that knows nothing of encryption would take ciphertext of this file for weights."""
+    header = _header_of(path)
+    return _MARKER.search(header) is not None and _ALL_CLEAR.search(header) is None
+
+
+def _header_of(path: str | os.PathLike[str]) -> bytes:
     try:
         with open(path, "rb") as file:
             head = file.read(LENGTH.size)
             if len(head) < LENGTH.size:
-                return False
+                return b""
             (n,) = LENGTH.unpack(head)
             if n > min(_MAX_HEADER, os.fstat(file.fileno()).st_size - LENGTH.size):
-                return False
-            return _MARKER.search(file.read(n)) is not None
+                return b""
+            return file.read(n)
     except (OSError, ValueError, TypeError):
-        return False
+        return b""
 
 
 def bytes_look_encrypted(data: bytes | bytearray | memoryview) -> bool:
