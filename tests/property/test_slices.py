@@ -254,3 +254,28 @@ def test_packed_dtypes_are_not_cut_inside_a_byte() -> None:
     info = TensorInfo("t", "F4", (4, 6), 0, 12)
     for index in (0, (1, 2), slice(0, 3, 2)):
         assert [(r.start, r.stop) for r in slicing.plan(info, index, 1).ranges] == [(0, 12)]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        slice(None, None, -1),
+        (slice(None), slice(90, 20, -3)),
+        (2, slice(None, None, -1)),
+        [3, 0, -1],
+        (slice(0, 6, 2), [5, 20_000]),
+        (None, 3),
+        True,
+        np.arange(7) % 2 == 0,
+    ],
+    ids=repr,
+)
+def test_numpy_s_other_indices_read_the_whole_tensor(large: bytes, index: Any) -> None:
+    """Backwards, by lists and by masks: no ranges are planned for these."""
+    name = str((7, 20_003))
+    check_same(archive(large, "numpy").get_slice(name)[index], LARGE[name].numpy()[index])
+
+
+def test_adjacent_rows_are_one_read() -> None:
+    plan = slicing.plan(TensorInfo("t", "I16", (4, 1), 0, 8), (slice(None), 0), 1)
+    assert [(r.start, r.stop) for r in plan.ranges] == [(0, 8)]
