@@ -26,6 +26,15 @@ def strange_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if not t.name.startswith("secure-loader")]
 
 
+@pytest.fixture(scope="package", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """What is there before the first attack need not be looked through after each one."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No descriptor is leaked, and no thread beyond those of the shared pool."""

@@ -150,9 +150,14 @@ def test_a60_a_real_interrupt_while_waiting(tmp_path, small_jobs, monkeypatch):
     set_threads(4)
     path = build_file(tmp_path / "x.safetensors")
     real, main = pipeline.open_into, threading.main_thread()
+    helping = threading.Event()
 
     def slow(cipher, nonce, sealed, out):
-        if threading.current_thread() is not main:
+        if threading.current_thread() is main:
+            helping.wait(20)
+        else:
+            helping.set()
+            time.sleep(0.1)
             signal.pthread_kill(main.ident, signal.SIGINT)
             time.sleep(0.2)
         real(cipher, nonce, sealed, out)

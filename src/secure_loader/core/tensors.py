@@ -16,6 +16,7 @@ from .types import DTYPES, TensorInfo
 
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
+_NUMPY_DIMS = 64
 
 
 class Framework(Protocol):
@@ -117,7 +118,7 @@ class _Numpy:
         return owner, memoryview(owner).cast("B") if nbytes else memoryview(bytearray())
 
     def view(self, owner: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-        return owner.view(self._dtype(dtype)).reshape(_storage_shape(dtype, shape))
+        return owner.view(self._dtype(dtype)).reshape(self._shape(dtype, shape))
 
     def map(self, mapping: mmap.mmap, offset: int, info: TensorInfo) -> Any:
         owner = self._numpy.frombuffer(mapping, dtype=self._numpy.uint8, offset=offset, count=info.nbytes)
@@ -131,11 +132,16 @@ class _Numpy:
     def check_index(self, info: TensorInfo, index: Any) -> None:
         # A broadcast scalar has the shape and none of the memory.
         if is_basic(index):
-            self._numpy.broadcast_to(self._numpy.int8(0), _storage_shape(info.dtype, info.shape))[index]
+            self._numpy.broadcast_to(self._numpy.int8(0), self._shape(info.dtype, info.shape))[index]
 
     def compact(self, tensor: Any, held: int) -> Any:
         # An index of only ints gives a numpy scalar, which owns itself.
         return tensor.copy() if tensor.nbytes * 2 < held else tensor
+
+    def _shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) > _NUMPY_DIMS:
+            raise DeviceError(f"numpy arrays have at most {_NUMPY_DIMS} dimensions", hint="load with framework 'pt'")
+        return _storage_shape(dtype, shape)
 
     def _dtype(self, code: str) -> Any:
         name = DTYPES[code].numpy

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from secure_loader import encrypt_model, safe_open
 from secure_loader.core.tensors import bytes_of
 from secure_loader.errors import ConfigError, DeviceError, TensorNameError
-from tests.attacks.kit import KEY, SIGN, build_file, trust
+from tests.attacks.kit import KEY, SIGN, build_file, join, trust
 
 LARGE = torch.arange(40_000, dtype=torch.float32).reshape(200, 200)
 TENSORS = {"sealed": LARGE, "clear": LARGE + 1, "small": torch.tensor([1, 2, 3]), "scalar": torch.tensor(2.5)}
@@ -202,3 +202,14 @@ def test_a_truncated_file_cannot_be_mapped(tmp_path):
         with pytest.raises(ReadError, match="truncated since it was opened") as caught:
             f.get_tensor("clear")
     assert caught.value.tensor == "clear"
+
+
+@pytest.mark.parametrize(
+    "read", [lambda f: f.get_tensor("a"), lambda f: f.get_slice("a")[0], lambda f: f.get_slice("a")[...]]
+)
+def test_more_dimensions_than_numpy_has(tmp_path, read):
+    path = join(tmp_path / "x", {"a": {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}}, b"x")
+    with safe_open(path, "numpy") as f, pytest.raises(DeviceError, match="at most 64 dimensions"):
+        read(f)
+    with safe_open(path, "pt") as f:
+        assert read(f).ndim in (64, 65)
