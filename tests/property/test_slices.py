@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -279,3 +280,13 @@ def test_numpy_s_other_indices_read_the_whole_tensor(large: bytes, index: Any) -
 def test_adjacent_rows_are_one_read() -> None:
     plan = slicing.plan(TensorInfo("t", "I16", (4, 1), 0, 8), (slice(None), 0), 1)
     assert [(r.start, r.stop) for r in plan.ranges] == [(0, 8)]
+
+
+@pytest.mark.parametrize("index", [[[0, 1], [1, 0]], [0, 2], [True, False, True]])
+def test_lists_mean_what_they_mean_to_torch(index):
+    tensor = torch.arange(12).reshape(3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to change its mind about nested lists; so shall we, with it
+        expected = tensor[index]
+        got = archive(seal({"t": tensor}), "pt").get_slice("t")[index]
+    assert torch.equal(got, expected)

@@ -23,12 +23,12 @@ class SlicePlan:
     Attributes:
         ranges: Tensor bytes to read, in order; their concatenation is a tensor of ``shape``.
         shape: Logical shape of what is read.
-        index: What remains to be applied to it.
+        index: What remains to be applied to it; where the whole tensor is read, the caller's own index.
     """
 
     ranges: tuple[ByteRange, ...]
     shape: tuple[int, ...]
-    index: tuple[Any, ...]
+    index: Any
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +45,7 @@ def plan(info: TensorInfo, index: Any, granule: int) -> SlicePlan:
             else reads the whole tensor. Bounds must have been checked by the framework.
         granule: Bytes per chunk: what is read anyway to get one byte.
     """
-    whole = SlicePlan((ByteRange(0, info.nbytes),), info.shape, index if isinstance(index, tuple) else (index,))
+    whole = SlicePlan((ByteRange(0, info.nbytes),), info.shape, index)
     dims = _basic(index, info.shape)
     # Packed dtypes do not fall on byte borders everywhere: only their rows are cut, never their last dimension.
     bits = DTYPES[info.dtype].bits

@@ -53,7 +53,7 @@ class TrustedSigner:
 
     def document(self) -> dict[str, Any]:
         """As JSON for a file of the trust store."""
-        until = None if self.not_after is None else self.not_after.strftime("%Y-%m-%dT%H:%M:%SZ")
+        until = None if self.not_after is None else self.not_after.strftime("%Y-%m-%dT%H:%M:%SZ").rjust(20, "0")
         return {"name": self.name, "key": self.key.document(), "models": list(self.models), "not_after": until}
 
 
