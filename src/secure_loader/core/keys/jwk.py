@@ -223,7 +223,7 @@ def _decode(text: Any, length: int, what: str) -> bytearray:
     return data
 
 
-def _check(kid: str, secret: Secret, length: int) -> None:
+def _check(kid: object, secret: Secret, length: int) -> None:
     if not isinstance(kid, str) or not _KID.fullmatch(kid):
         raise KeyAccessError(f"a kid has 1 to 256 characters, no '/' and no controls, unlike {str(kid)[:40]!r}")
     if len(secret) != length:
