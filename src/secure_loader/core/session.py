@@ -6,6 +6,7 @@ signature by a trusted signer, policy, and only then, at the first encrypted byt
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ from .pipeline import annotate, set_threads, threads
 from .rollback import check_release
 from .source import FileSource, read_header
 from .trust import TrustStore, VerifiedHeader, verify_header
+
+_log = logging.getLogger(__name__)
 
 KeySources = str | os.PathLike[str] | MasterKey | Iterable[str | os.PathLike[str] | MasterKey]
 TrustSources = str | os.PathLike[str] | TrustStore | Iterable[str | os.PathLike[str]]
@@ -108,6 +111,8 @@ class Session:
             verified = None
             if env.is_encrypted(header) or (strict and not self.config.insecure_allow_plaintext):
                 verified = self._verify(env.parse(header), header, strict=strict)
+            elif strict:
+                _log.warning("%s is not encrypted; insecure_allow_plaintext lets it pass", source.path)
             return TensorFile(source, header, verified, self.keys, self._read_options)
         except SecureLoaderError as e:
             source.close()
@@ -122,6 +127,11 @@ class Session:
             raise NotEncryptedError(
                 "is a CryptoTensors file without profile 1, which leaves clear tensors, file set and release unprotected",
                 hint="encrypt with secure-loader, or accept it with insecure_allow_legacy",
+            )
+        if profile is None and self.config.integrity == "full":
+            raise NotEncryptedError(
+                'signs no digests of its tensors, so integrity="full" cannot be had of it',
+                hint='encrypt with secure-loader, or accept integrity="tags"',
             )
         verified = verify_header(header, envelope, self.trust)
         if profile is not None:
