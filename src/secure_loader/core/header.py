@@ -22,7 +22,6 @@ MAX_TENSORS = 1_000_000
 MAX_DIMS = 1000  # torch has no limit of its own, and safetensors none at all
 MAX_BODY_BYTES = 2**63 - 1
 BODY_ALIGNMENT = 4096  # profile 1: O_DIRECT and GPUDirect Storage can read the body where it lies
-_DEPTH = 3  # {name: {shape: [..]}}
 _ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
 LENGTH = struct.Struct("<Q")
 
