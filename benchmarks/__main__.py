@@ -1,0 +1,42 @@
+"""``python -m benchmarks``: runs suites and writes ``results/*.json``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import cache
+from benchmarks.run import run_suite, write
+from benchmarks.suites import NAMES, find
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    """Run the chosen suites; 0 if all of them were measured, whatever their figures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure secure_loader against others.")
+    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--size", choices=("tiny", "full"), default="full", help="tiny only shows that everything runs")
+    parser.add_argument("--reps", type=int, default=5, metavar="N", help="repetitions (default: 5)")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where results go")
+    parser.add_argument("--quiet", action="store_true", help="only one line for each suite")
+    arguments = parser.parse_args()
+    os.environ.update(cache.environment())
+    start = time.monotonic()
+    for name in arguments.only or NAMES:
+        document = run_suite(find(name), arguments.size, arguments.reps, (lambda _: None) if arguments.quiet else print)
+        target = write(document, arguments.out)
+        print(f"== {name}: {document['seconds']:.0f} s, {target.name}", flush=True)
+        for goal in document["goals"]:
+            figure = goal["reason"] or f"{goal['measured']:.3f}{goal['unit']}, goal {goal['bound']}"
+            verdict = {True: "met", False: "MISSED", None: "-"}[goal["met"]]
+            print(f"   {verdict:6} {goal['what']} / {goal['against']}: {figure}", flush=True)
+    print(f"{time.monotonic() - start:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

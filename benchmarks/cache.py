@@ -1,0 +1,80 @@
+"""The folder that benchmark data is kept in, outside the checkout. ``python -m benchmarks.cache --remove`` deletes it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def folder() -> Path:
+    """``$SECURE_LOADER_BENCH_DIR``, or a folder of ours in the user's cache; made when it is first needed."""
+    chosen = os.environ.get("SECURE_LOADER_BENCH_DIR")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(chosen) if chosen else Path(base) / "secure_loader" / "bench"
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def home() -> Path:
+    """``SECURE_LOADER_HOME`` of the benchmarks, with throw-away keys."""
+    path = folder() / "home"
+    if not (path / "keys").exists():
+        subprocess.run(
+            [sys.executable, "-m", "secure_loader", "keygen", "bench", "--quiet"],
+            env=os.environ | {"SECURE_LOADER_HOME": str(path), "PYTHONPATH": str(ROOT / "src")},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+    return path
+
+
+def peer_keys() -> dict[str, str]:
+    """Throw-away keys of the other loaders, 32 random bytes each, as hex."""
+    path = folder() / "peers.json"
+    if not path.exists():
+        path.touch(mode=0o600)
+        path.write_text(json.dumps({name: secrets.token_hex(32) for name in ("master", "signing", "tensorizer")}))
+    return dict(json.loads(path.read_text()))
+
+
+def environment() -> dict[str, str]:
+    """Settings of every process that measures or makes data: ours alone, offline, and quiet."""
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("SECURE_LOADER_")}
+    for name in ("VLLM_PLUGINS", "TORCH_DEVICE_BACKEND_AUTOLOAD", "HF_TOKEN"):
+        settings.pop(name, None)
+    return settings | {
+        "SECURE_LOADER_HOME": str(home()),
+        "SECURE_LOADER_BENCH_DIR": str(folder()),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "HF_HOME": str(folder() / "huggingface"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+
+
+def main() -> None:
+    """Delete the folder, or say how much is in it."""
+    parser = argparse.ArgumentParser(description="Data of the benchmarks.")
+    parser.add_argument("--remove", action="store_true", help="delete it all")
+    arguments = parser.parse_args()
+    size = sum(file.stat().st_size for file in folder().rglob("*") if file.is_file())
+    if arguments.remove:
+        shutil.rmtree(folder())
+    print(f"{size / 1e9:.1f} GB of benchmark data{' removed' if arguments.remove else ''}")
+
+
+if __name__ == "__main__":
+    main()
