@@ -67,7 +67,11 @@ def _values(quantity: Quantity, cases: dict[str, Any]) -> list[float]:
         elif entry["failure"] is not None:
             reasons.append(f"{entry['label']}: {entry['failure']}")
         else:
-            found.append(_read(entry, quantity.path))
+            values = _read(entry, quantity.path)
+            if None in values:
+                reasons.append(f"{entry['label']}: gave no figure")
+            else:
+                found.append(values)
     if not found:
         raise NoFigureError("; ".join(reasons))
     best = min(found, key=statistics.median)

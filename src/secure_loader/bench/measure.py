@@ -73,6 +73,8 @@ class Sample:
         peak: Highest ``anon``, ``file`` and ``shmem`` seen from outside, above the state before; None where nobody looked.
         io: Bytes asked for by read calls (``read_calls``) and fetched from disk (``disk``) during all phases.
         checksum: What ``check`` gave.
+        imported: How many modules were imported while the clock ran. This process has imported them since, so that only
+            the first repetition pays for them.
         evicted: By which means files were dropped from the page cache; empty for a warm one.
     """
 
@@ -82,6 +84,7 @@ class Sample:
     peak: dict[str, int] | None
     io: dict[str, int]
     checksum: Any
+    imported: int = 0
     evicted: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
@@ -257,7 +260,9 @@ def sample(task: Task, *, cache: CacheState = "warm", watch: bool = False) -> Sa
     machine.touch_memory(task.memory)
     with tempfile.TemporaryFile() as output:
         done = _in_fork(task, output, watch=watch)
-    return Sample(**done, evicted=evicted)
+    modules = done.pop("modules")
+    import_quietly(modules)
+    return Sample(**done, imported=len(modules), evicted=evicted)
 
 
 def _in_fork(task: Task, output: IO[bytes], *, watch: bool) -> dict[str, Any]:
@@ -334,6 +339,7 @@ def _measure(task: Task, pipe: int) -> dict[str, Any]:
     cpu_seconds: dict[str, float] = {}
     with contextlib.suppress(OSError):  # the highest resident size so far is what prepare needed: forget it
         Path("/proc/self/clear_refs").write_text("5", "ascii")
+    known = set(sys.modules)
     before, io = _memory("self"), _io()
     _send(pipe, {"now": "start"})
     cpu, start = _cpu_seconds(), time.perf_counter()
@@ -343,6 +349,7 @@ def _measure(task: Task, pipe: int) -> dict[str, Any]:
         cpu_seconds[phase] = _cpu_seconds() - cpu
     after, io_after = _memory("self"), _io()
     _send(pipe, {"now": "stop"})
+    modules = [name for name in sys.modules if name not in known]
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
@@ -353,6 +360,7 @@ def _measure(task: Task, pipe: int) -> dict[str, Any]:
             "file": after["file"] - before["file"],
         },
         "io": {name: io_after[name] - io[name] for name in io},
+        "modules": modules,
         "checksum": task.check(value) if task.check is not None else None,
     }
 
