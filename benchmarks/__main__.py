@@ -12,7 +12,8 @@ from benchmarks import cache
 from benchmarks.run import run_suite, write
 from benchmarks.suites import NAMES, find
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = cache.ROOT / "benchmarks" / "results"
+TINY_RESULTS = cache.ROOT / "build" / "benchmarks"
 
 
 def main() -> int:
@@ -21,14 +22,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--size", choices=("tiny", "full"), default="full", help="tiny only shows that everything runs")
     parser.add_argument("--reps", type=int, default=5, metavar="N", help="repetitions (default: 5)")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where results go")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where results go")
     parser.add_argument("--quiet", action="store_true", help="only one line for each suite")
     arguments = parser.parse_args()
     os.environ.update(cache.environment())
+    out = arguments.out or (RESULTS if arguments.size == "full" else TINY_RESULTS)
     start = time.monotonic()
     for name in arguments.only or NAMES:
         document = run_suite(find(name), arguments.size, arguments.reps, (lambda _: None) if arguments.quiet else print)
-        target = write(document, arguments.out)
+        target = write(document, out)
         print(f"== {name}: {document['seconds']:.0f} s, {target.name}", flush=True)
         for goal in document["goals"]:
             figure = goal["reason"] or f"{goal['measured']:.3f}{goal['unit']}, goal {goal['bound']}"

@@ -17,7 +17,7 @@ from benchmarks import cache, data, peers
 from benchmarks.data import DataSet, Model, StateDict
 from secure_loader.bench.measure import digest
 
-_SPARE = 3 << 30  # bytes of disk that stay free
+_SPARE = 4 << 30  # bytes of disk that stay free
 
 
 class CannotMakeError(Exception):

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cache, data, goals
+from benchmarks import cache, data, goals, schema
 from benchmarks.model import OURS, Case, Entry, Size, Suite
 from benchmarks.worker import Worker
 from secure_loader.bench import machine, measure
 from secure_loader.bench.measure import MeasurementError, Result, Sample, Task
 
-SCHEMA = 1
 _FIRST = "benchmarks.sodium"  # must be imported before what it helps
 _WRONG = "gave other bytes than were written"
 
@@ -46,7 +45,7 @@ def run_suite(suite: Suite, size: Size, repetitions: int, tell: Callable[[str], 
     finally:
         data.drop(suite.passing(size))
     return {
-        "schema": SCHEMA,
+        "schema": schema.SCHEMA,
         "suite": suite.name,
         "title": suite.title,
         "size": size,
@@ -180,7 +179,8 @@ def _document(case: Case, results: dict[str, Result]) -> dict[str, Any]:
 
 
 def write(document: dict[str, Any], folder: Path) -> Path:
-    """Write results so that a reader sees the old file or the new one, and nothing between."""
+    """Write results so that a reader sees the old file or the new one, and nothing between. Raises SchemaError."""
+    schema.check(document)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{document['suite']}.json"
     work = target.with_name(f".{os.getpid()}-{target.name}")

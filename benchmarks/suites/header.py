@@ -50,7 +50,7 @@ def _entry(
 
 
 def _cases(size: Size) -> tuple[Case, ...]:
-    what = uniform("tensors-707", 707 << 20 if size == "full" else 707 << 12, TENSORS)
+    what = uniform("tensors-707", 707 << 19 if size == "full" else 707 << 12, TENSORS)
 
     def open_plain(path: Path) -> Any:
         from safetensors import safe_open
