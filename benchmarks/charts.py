@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RESULTS = cache.ROOT / "benchmarks" / "results"
 IMAGES = cache.ROOT / "docs" / "images"
 OURS, ENCRYPTED, PLAIN, FLOOR = "#0072B2", "#D55E00", "#8C8C8C", "#D9D9D9"
-FILE = "#E69F00"
+FILE = "#E5E5E5"
 _LINES = {  # entry: colour, marker
     "secure": (OURS, "o"),
     "safetensors-owned-thp": (PLAIN, "s"),
@@ -104,8 +104,7 @@ def load_chart(document: Document) -> Figure:
         _bars(axes, bars, "{:.2f} s" if bars[-1][1] > 0.5 else "{:.3f} s")
         axes.set_title(case["title"], loc="left", fontsize=11, fontweight="bold")
         if failed := _failed(case):
-            note = f"not running here: {', '.join(failed)}"
-            axes.annotate(note, (1, 0.03), xycoords="axes fraction", ha="right", fontsize=8, color="#555555")
+            axes.set_title(f"does not run here: {', '.join(failed)}", loc="right", fontsize=8.5, color="#555555")
     panels[-1, 0].set_xlabel("seconds to load all tensors and read every byte of them (median)")
     _legend(figure, _KINDS, used)
     return figure
@@ -118,13 +117,15 @@ def memory_chart(document: Document) -> Figure:
         _ran(case), key=lambda e: (sum(e["memory"]["peak"].values()), e["memory"]["peak"]["anon"], not e["ours"])
     )
     size = entries[0]["parameters"]["bytes"]
+    used = {FILE}
     figure, axes = _figure(8, 1.6 + 0.32 * len(entries))
     for place, entry in enumerate(entries):
         peak = entry["memory"]["peak"]
         own, mapped = (peak["anon"] + peak["shmem"]) / size, peak["file"] / size
-        colour = OURS if entry["ours"] else PLAIN
+        colour = PLAIN if _colour(entry) == FLOOR else _colour(entry)
+        used.add(colour)
         axes.barh(place, own, 0.72, color=colour)
-        axes.barh(place, mapped, 0.72, left=own, color=FILE, hatch="....", edgecolor="white")
+        axes.barh(place, mapped, 0.72, left=own, color=FILE)
         axes.annotate(
             f"{own + mapped:.2f}", (own + mapped, place), (4, 0), textcoords="offset points", va="center", fontsize=9
         )
@@ -138,8 +139,13 @@ def memory_chart(document: Document) -> Figure:
     _bare(axes)
     axes.set_title(f"{case['title']}: peak memory", loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("peak memory above the start, as a multiple of the tensors' size")
-    kinds = ((OURS, "memory of its own, secure_loader"), (PLAIN, "memory of its own"), (FILE, "mapped file pages"))
-    _legend(figure, kinds, {OURS, PLAIN, FILE})
+    kinds = (
+        (OURS, "own memory: secure_loader"),
+        (ENCRYPTED, "others, encrypted"),
+        (PLAIN, "plain files"),
+        (FILE, "mapped file pages"),
+    )
+    _legend(figure, kinds, used)
     return figure
 
 
@@ -180,8 +186,8 @@ def scaling_chart(document: Document) -> Figure:
         panel.set_xscale(scale)
         panel.set_xticks(ticks, [f"{tick:,g}" if tick < 1000 else f"{tick:,.0f}" for tick in ticks], fontsize=8.5)
         panel.minorticks_off()
-        panel.set_ylim(bottom=0)
-        panel.margins(x=0.08, y=0.1)
+        panel.margins(x=0.08)
+        panel.set_ylim(0, 1.12 * panel.dataLim.ymax)
         panel.set_xlabel(title, fontsize=9)
         panel.grid(axis="y", color="#E5E5E5", linewidth=0.8)
         panel.set_axisbelow(True)
@@ -205,13 +211,14 @@ def frameworks_chart(results: dict[str, Document]) -> Figure:
     ]
     count = [max(1, len(_ran(case))) for _, case, _ in panels_wanted]
     figure, panels = _figure(
-        8, 1 + 0.62 * len(count) + 0.3 * sum(count), nrows=len(count), squeeze=False, height_ratios=count
+        8, 0.3 + 0.45 * len(count) + 0.3 * sum(count), nrows=len(count), squeeze=False, height_ratios=count
     )
-    what = {"forward": "seconds, from_pretrained and first forward pass", "weights": "seconds, loading weights"}
+    what = {"forward": "load and first forward pass, seconds", "weights": "loading weights, seconds"}
     for axes, (title, case, phase) in zip(panels[:, 0], panels_wanted, strict=True):
         bars = [(e["label"], e["median_seconds"][phase], _colour(e), e["ours"]) for e in _ran(case)]
         _bars(axes, bars, "{:.2f} s" if max(bar[1] for bar in bars) > 0.5 else "{:.3f} s")
-        axes.set_title(f"{title} ({what[phase]})", loc="left", fontsize=10, fontweight="bold")
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        axes.set_title(what[phase], loc="right", fontsize=9)
         axes.set_xticks([])
         axes.spines["bottom"].set_visible(False)
     return figure

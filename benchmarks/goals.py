@@ -50,7 +50,7 @@ def _compare(goal: Goal, cases: dict[str, Any]) -> tuple[float, float | None]:
     if goal.compare == "speedup":
         ours, theirs = theirs, ours
     ratio = statistics.median(ours) / statistics.median(theirs)
-    if len(ours) != len(theirs):
+    if len(ours) != len(theirs) or len(ours) == 1:
         return ratio, None
     return ratio, statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 

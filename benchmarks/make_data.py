@@ -26,25 +26,21 @@ class CannotMakeError(Exception):
 
 def make(what: DataSet, variant: str) -> None:
     """Write a variant, and the plain one before all others."""
-    target = data.path(what, variant)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    note = target.parent if target.parent.parent == cache.folder() else cache.folder() / f"{what.name}.{data.RECIPE}"
-    if variant == "plain" and (note / "expected.json").exists() and target.exists():
-        return
     if variant != "plain":
         make(what, "plain")
-    if shutil.disk_usage(cache.folder()).free < what.nbytes + _SPARE:
-        raise CannotMakeError(f"not enough disk for {what.nbytes / 1e9:.1f} GB")
-    if target.exists() and variant != "plain":
-        return
-    if isinstance(what, Model):
-        _make_model(what, variant, target)
-    else:
-        _make_file(what, variant, target)
-    if variant == "plain":
-        note.mkdir(exist_ok=True)
-        tensors = peers.load_plain(data.weight_files(what, "plain"))
-        (note / "expected.json").write_text(json.dumps({"digest": digest(tensors)}))
+    target = data.path(what, variant)
+    note = cache.folder() / f"{what.name}.{data.RECIPE}" / "expected.json"
+    if not target.exists():
+        if shutil.disk_usage(cache.folder()).free < what.nbytes + _SPARE:
+            raise CannotMakeError(f"not enough disk for {what.nbytes / 1e9:.1f} GB")
+        target.parent.mkdir(exist_ok=True)
+        if isinstance(what, Model):
+            _make_model(what, variant, target)
+        else:
+            _make_file(what, variant, target)
+    if variant == "plain" and not note.exists():
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(json.dumps({"digest": digest(peers.load_plain(data.weight_files(what, "plain")))}))
 
 
 def random_tensors(shapes: data.Shapes) -> dict[str, torch.Tensor]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.suites import NAMES
+
 SCHEMA = 1
 
 _NUMBER = (int, float)
@@ -92,12 +94,13 @@ def check(document: Any) -> None:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """All results of a folder, by suite. Raises SchemaError."""
+    """All results of a folder, by suite, in the order of the suites. Raises SchemaError."""
     found = {}
-    for file in sorted(folder.glob("*.json")):
-        document = json.loads(file.read_text())
-        check(document)
-        found[document["suite"]] = document
+    for file in (folder / f"{name}.json" for name in NAMES):
+        if file.exists():
+            document = json.loads(file.read_text())
+            check(document)
+            found[document["suite"]] = document
     return found
 
 
