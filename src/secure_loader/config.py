@@ -8,6 +8,7 @@ environment variable          meaning
 ``SECURE_LOADER_KEYS``        comma-separated key references: paths, ``file:…``, ``env:NAME``
 ``SECURE_LOADER_THREADS``     threads of the shared pool
 ``SECURE_LOADER_INTEGRITY``   ``tags`` or ``full``
+``SECURE_LOADER_PAGE_CACHE``  ``keep``, ``drop`` or ``bypass``
 ``SECURE_LOADER_AUTOLOAD``    ``0`` keeps ``import torch`` from preparing the Transformers hook
 ============================  =========================================================================
 
@@ -45,6 +46,10 @@ class LoaderConfig:
         clear_tensors: ``"map"`` or ``"copy"`` clear tensors of signed files after their digest was checked. Copy where
             another process may write the file while it is in use.
         threads: Threads of the shared pool; None takes the processors this process may use.
+        page_cache: What becomes of the system's copy of a file that was read. ``"keep"``: the next load finds it there.
+            ``"drop"``: released behind the reader, for machines short of memory. ``"bypass"``: never made (O_DIRECT);
+            every load waits for the disk.
+        prefetch_bytes: Plaintext that adapters may decrypt ahead of the model that asks for it; 0 decrypts on demand.
         allow_missing_weights: Let a framework initialise weights that the checkpoint does not hold, such as the new head
             of a model that is going to be trained. Weights that the manifest lists must be read all the same.
         insecure_allow_plaintext: Accept files that are not encrypted where encrypted ones are demanded.
@@ -57,6 +62,8 @@ class LoaderConfig:
     integrity: str = "tags"
     clear_tensors: str = "map"
     threads: int | None = None
+    page_cache: str = "keep"
+    prefetch_bytes: int = 1 << 30
     allow_missing_weights: bool = False
     insecure_allow_plaintext: bool = False
     insecure_allow_legacy: bool = False
@@ -67,6 +74,9 @@ class LoaderConfig:
             object.__setattr__(self, name, _references(name, getattr(self, name)))
         _one_of("integrity", self.integrity, ("tags", "full"))
         _one_of("clear_tensors", self.clear_tensors, ("map", "copy"))
+        _one_of("page_cache", self.page_cache, ("keep", "drop", "bypass"))
+        if type(self.prefetch_bytes) is not int or self.prefetch_bytes < 0:
+            raise ConfigError(f"prefetch_bytes must be a number of bytes, not {self.prefetch_bytes!r}")
         if self.threads is not None and (type(self.threads) is not int or not 1 <= self.threads <= 256):
             raise ConfigError(f"threads must be a number from 1 to 256, not {self.threads!r}")
         for field in dataclasses.fields(self):
@@ -160,6 +170,9 @@ def _from_environment() -> dict[str, Any]:
     integrity = os.environ.get("SECURE_LOADER_INTEGRITY")
     if integrity:
         options["integrity"] = integrity
+    page_cache = os.environ.get("SECURE_LOADER_PAGE_CACHE")
+    if page_cache:
+        options["page_cache"] = page_cache
     return options
 
 

@@ -22,9 +22,10 @@
     ├── PolicyDeniedError                 4
     ├── KeyAccessError                    5
     ├── TensorNameError (KeyError)        2   a tensor name that the file or model does not hold
-    └── DeviceError                       1   a device or framework that is not there
+    ├── DeviceError                       1   a device or framework that is not there
+    └── OutOfMemoryError (MemoryError)    1   the tensors do not fit
 
-Only errors that are about the caller's own arguments or about a missing file derive from a builtin. Verification,
+Only errors that are about the caller's own arguments, a missing file or missing memory derive from a builtin. Verification,
 policy, key and format errors must not: Transformers' ``pipeline()`` and others catch OSError, ValueError, TypeError
 and RuntimeError, retry in another way and bury the cause.
 """
@@ -169,3 +170,7 @@ class KeyAccessError(SecureLoaderError):
 
 class DeviceError(SecureLoaderError):
     """A device or framework that is not there."""
+
+
+class OutOfMemoryError(SecureLoaderError, MemoryError):
+    """Memory for the tensors is not to be had."""

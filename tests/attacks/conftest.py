@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from secure_loader.core.pipeline import run_jobs
+from secure_loader.core.pool import run_jobs
 
 
 def descriptors() -> dict[str, str]:

@@ -9,7 +9,7 @@ from .. import config
 from ..core import environment
 from ..core.environment import Environment, Package
 from ..core.home import KEYS_VARIABLE, default_key_sources, home, keys_dir, trust_dir
-from ..core.pipeline import threads
+from ..core.pool import threads
 from .arguments import Arguments
 from .output import Output, clean, count, facts, table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -13,10 +14,10 @@ from . import slicing
 from .envelope import Envelope, Profile
 from .header import Header
 from .keys.provider import KeyRequest, KeyRing, WrappedKey
-from .pipeline import ClearBytes, SealedBytes, annotate, decrypt_into, read_clear_into, run_jobs, verify_clear
+from .pipeline import ClearBytes, Digests, Options, SealedBytes, Stored, Wanted, annotate, read
 from .secrets import Secret
 from .source import FileSource
-from .tensors import Framework, framework
+from .tensors import Framework, empty, empty_many, framework
 from .trust import VerifiedHeader
 from .types import TensorInfo
 
@@ -31,11 +32,13 @@ class ReadOptions:
     Attributes:
         full_integrity: Also check the signed SHA-256 digests of encrypted tensors.
         copy_clear: Copy clear tensors instead of mapping them.
+        page_cache: ``keep``, ``drop`` or ``bypass``, as :class:`core.pipeline.Options`.
         insecure_allow_unverified_clear: Hand out clear tensors of files that carry no digests for them.
     """
 
     full_integrity: bool = False
     copy_clear: bool = False
+    page_cache: str = "keep"
     insecure_allow_unverified_clear: bool = False
 
 
@@ -112,86 +115,106 @@ class TensorFile:
                 self._deks = unwrap_deks(self.envelope, self._keys, self.source.path) if sealed else {}
             return self._deks
 
-    def read_into(self, name: str, out: memoryview, start: int = 0) -> None:
-        """Fill ``out`` with the tensor's plaintext from byte ``start`` on.
+    def wanted(self, name: str, out: memoryview | None, start: int = 0, stop: int | None = None) -> Wanted:
+        """Part of a tensor, to be handed to :meth:`read`.
+
+        Args:
+            name: The tensor.
+            out: Writable bytes, as many as are wanted; None only checks a clear tensor.
+            start: First byte wanted.
+            stop: First byte that is not; None takes the length of ``out``.
 
         Raises:
-            AuthenticationError: The bytes are not those that were signed; ``out`` was wiped.
-            KeyAccessError, ReadError: As they say.
+            KeyAccessError: No master key, or the wrong one.
+            NotEncryptedError: A clear tensor that nothing is signed about, and nobody said to accept that.
         """
         info = self.info(name)
-        try:
-            if not self.is_sealed(name):
-                clear = self._clear(info)
-                if clear is None:
-                    self.source.read_into([out], self.header.body_start + info.start + start)
-                else:
-                    read_clear_into(clear, out, start)
-                return
-            envelope = self.envelope
-            assert envelope is not None  # noqa: S101 - is_sealed says so
-            record = envelope.records[name]
-            digests = None
-            if self._options.full_integrity and envelope.profile is not None:
-                digests = envelope.profile.digests[name]
-            sealed = SealedBytes(
-                self.source,
-                self.header.body_start + info.start,
-                info.nbytes,
-                envelope.chunk_size,
-                record.iv,
-                record.tags,
-                digests,
-                envelope.profile.digest_chunk_size if envelope.profile is not None else 0,
-            )
-            decrypt_into(sealed, envelope.algorithm.cipher(self._dek_table()[name]), out, start)
-        except SecureLoaderError as e:
-            raise annotate(e, self.source.path, name) from None
+        if stop is None:
+            stop = info.nbytes if out is None else start + out.nbytes
+        return Wanted(name, self._sealed(info) if self.is_sealed(name) else self._clear(info), out, start, stop)
 
-    def _clear(self, info: TensorInfo) -> ClearBytes | None:
-        """A clear tensor of a signed file with its digests; None where nothing is signed about its bytes."""
-        if self.envelope is None:
-            return None
-        profile = self.profile
-        if profile is None:
-            if info.nbytes and not self._options.insecure_allow_unverified_clear:
-                raise NotEncryptedError(
-                    "is stored in clear, and this CryptoTensors file signs no digest of it: anybody could have changed it",
-                    hint="ask for insecure_allow_unverified_clear to read it all the same, or encrypt with secure-loader",
-                )
-            return None
-        offset, digests = self.header.body_start + info.start, profile.digests[info.name]
-        return ClearBytes(self.source, offset, info.nbytes, digests, profile.digest_chunk_size)
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Fill every destination with plaintext, as fast as the machine allows.
 
-    def check_clear(self, name: str, start: int, stop: int) -> None:
-        """Check the signed digests of part of a clear tensor that is about to be mapped; plain files have none.
+        Args:
+            wanted: From :meth:`wanted`, of this file, best in file order.
 
         Raises:
-            AuthenticationError: They differ.
+            AuthenticationError: Bytes are not those that were signed. As for all errors, every destination was wiped.
+            ReadError: The file cannot be read.
+        """
+        read(wanted, self.read_options)
+
+    @property
+    def read_options(self) -> Options:
+        """How the pipeline reads this file."""
+        return Options(page_cache=self._options.page_cache)
+
+    def read_into(self, name: str, out: memoryview, start: int = 0) -> None:
+        """Fill ``out`` with the tensor's plaintext from byte ``start`` on. Raises as :meth:`wanted` and :meth:`read`."""
+        self.read([self.wanted(name, out, start)])
+
+    def _sealed(self, info: TensorInfo) -> Stored:
+        envelope = self.envelope
+        assert envelope is not None  # noqa: S101 - only sealed tensors get here
+        record, digests = envelope.records[info.name], None
+        if self._options.full_integrity and envelope.profile is not None:
+            digests = Digests(envelope.profile.digests[info.name], envelope.profile.digest_chunk_size)
+        return SealedBytes(
+            self.source,
+            self.header.body_start + info.start,
+            info.nbytes,
+            envelope.algorithm.cipher(self._dek_table()[info.name]),
+            envelope.chunk_size,
+            record.iv,
+            record.tags,
+            digests,
+        )
+
+    def _clear(self, info: TensorInfo) -> Stored:
+        offset, digests = self.header.body_start + info.start, None
+        if self.profile is not None:
+            digests = Digests(self.profile.digests[info.name], self.profile.digest_chunk_size)
+        elif self.envelope is not None and info.nbytes and not self._options.insecure_allow_unverified_clear:
+            raise NotEncryptedError(
+                "is stored in clear, and this CryptoTensors file signs no digest of it: anybody could have changed it",
+                hint="ask for insecure_allow_unverified_clear to read it all the same, or encrypt with secure-loader",
+                path=self.source.path,
+                tensor=info.name,
+            )
+        return ClearBytes(self.source, offset, info.nbytes, digests)
+
+    def check_clear(self, name: str, start: int = 0, stop: int | None = None) -> list[Wanted]:
+        """What has to be read and checked before part of a clear tensor is mapped; plain files have nothing to check.
+
+        Raises:
             NotEncryptedError: The file signs no digests, and nobody said to accept that.
         """
-        try:
-            clear = self._clear(self.info(name))
-            if clear is not None and start < stop:
-                verify_clear(clear, start, stop)
-        except SecureLoaderError as e:
-            raise annotate(e, self.source.path, name) from None
+        wanted = self.wanted(name, None, start, stop)
+        return [] if self.profile is None else [wanted]
 
-    def map_clear(self, info: TensorInfo) -> tuple[mmap.mmap, int] | None:
-        """A private, writable mapping of a clear tensor and its offset in there, or None where a copy is better.
+    def can_map(self, info: TensorInfo, *, alone: bool = True) -> bool:
+        """Whether a tensor is in clear, and better mapped than copied; of a plain file, many are mapped at once."""
+        smallest = _MIN_MAP if alone or self.profile is not None else 1
+        return not self.is_sealed(info.name) and not self._options.copy_clear and info.nbytes >= smallest
+
+    def map_clear(self, first: TensorInfo, last: TensorInfo | None = None) -> tuple[mmap.mmap, int]:
+        """A private, writable mapping of a clear tensor, or of all from ``first`` to ``last``, and the offset of
+        ``first`` in there.
 
         Each call maps anew, so that a change to one tensor is not seen by the next read.
+
+        Raises:
+            ReadError: The file was truncated, or the system maps no more.
         """
-        if self._options.copy_clear or info.nbytes < _MIN_MAP:
-            return None
-        begin = self.header.body_start + info.start
+        begin = self.header.body_start + first.start
         base = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        length = begin + info.nbytes - base
+        length = self.header.body_start + (last or first).stop - base
         try:
             mapping = mmap.mmap(self.source.fileno(), length, access=mmap.ACCESS_COPY, offset=base)
         except (OSError, ValueError) as e:
             why = f"cannot be mapped, truncated since it was opened? ({e})"
-            raise ReadError(why, path=self.source.path, tensor=info.name) from None
+            raise ReadError(why, path=self.source.path, tensor=first.name) from None
         return mapping, begin - base
 
 
@@ -274,16 +297,32 @@ class Archive:
         file = self._open()
         return self._framework.to_device(_whole(file, self._framework, file.info(name)), self._device)
 
-    def get_tensors(self) -> dict[str, Any]:
-        """All tensors by name, in file order; several are decrypted at a time."""
-        names = self.offset_keys()
-        found: dict[str, Any] = {}
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Several tensors at once, the fastest way to get them.
 
-        def job(name: str) -> None:
-            found[name] = self.get_tensor(name)
+        Args:
+            names: As in the file; None takes all.
 
-        run_jobs(job, names)
-        return {name: found[name] for name in names}
+        Returns:
+            Tensors by name, in file order.
+
+        Raises:
+            SecureLoaderError: As :meth:`get_tensor`; then none of them is handed out.
+        """
+        file, fw = self._open(), self._framework
+        chosen = None if names is None else {file.info(name).name for name in names}
+        infos = [t for t in file.header.tensors.values() if chosen is None or t.name in chosen]
+        mapped = [t for t in infos if file.can_map(t, alone=False)]
+        copied = [t for t in infos if not file.can_map(t, alone=False)]
+        memory = empty_many(fw, [t.nbytes for t in copied])
+        checks = [w for t in mapped for w in file.check_clear(t.name)]
+        file.read(checks + [file.wanted(t.name, out) for t, (_, out) in zip(copied, memory, strict=True)])
+        owners = {t.name: owner for t, (owner, _) in zip(copied, memory, strict=True)}
+        if mapped:
+            mapping, base = file.map_clear(mapped[0], mapped[-1])
+            base -= mapped[0].start
+            owners |= {t.name: fw.wrap(mapping, base + t.start, t.nbytes) for t in mapped}
+        return {t.name: fw.to_device(fw.view(owners[t.name], t.dtype, t.shape), self._device) for t in infos}
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor to be indexed: only the chunks that an index touches are read and verified.
@@ -350,17 +389,16 @@ class TensorSlice:
         if index is Ellipsis:
             return fw.to_device(_whole(self._file, fw, info), self._device)
         plan = slicing.plan(info, index, self._file.granule(info.name))
-        if not self._file.is_sealed(info.name):
-            mapped = self._file.map_clear(info)
-            if mapped is not None:
-                for r in plan.ranges:
-                    self._file.check_clear(info.name, r.start, r.stop)
-                return fw.to_device(fw.map(*mapped, info)[index], self._device)
-        owner, out = fw.empty(plan.nbytes)
-        at = 0
+        file = self._file
+        if file.can_map(info):
+            file.read([w for r in plan.ranges for w in file.check_clear(info.name, r.start, r.stop)])
+            return fw.to_device(_mapped(file, fw, info)[index], self._device)
+        owner, out = empty(fw, plan.nbytes)
+        at, wanted = 0, []
         for r in plan.ranges:
-            self._file.read_into(info.name, out[at : at + len(r)], r.start)
+            wanted.append(file.wanted(info.name, out[at : at + len(r)], r.start))
             at += len(r)
+        file.read(wanted)
         part = fw.view(owner, info.dtype, plan.shape)[plan.index]
         # A result much smaller than what was read would keep all of it alive.
         return fw.to_device(fw.compact(part, plan.nbytes), self._device)
@@ -370,14 +408,16 @@ class TensorSlice:
 
 
 def _whole(file: TensorFile, fw: Framework, info: TensorInfo) -> Any:
-    if not file.is_sealed(info.name):
-        mapped = file.map_clear(info)
-        if mapped is not None:
-            file.check_clear(info.name, 0, info.nbytes)
-            return fw.map(*mapped, info)
-    owner, out = fw.empty(info.nbytes)
+    if file.can_map(info):
+        file.read(file.check_clear(info.name))
+        return _mapped(file, fw, info)
+    owner, out = empty(fw, info.nbytes)
     file.read_into(info.name, out)
     return fw.view(owner, info.dtype, info.shape)
+
+
+def _mapped(file: TensorFile, fw: Framework, info: TensorInfo) -> Any:
+    return fw.view(fw.wrap(*file.map_clear(info), info.nbytes), info.dtype, info.shape)
 
 
 def public_metadata(header: Header) -> dict[str, str]:

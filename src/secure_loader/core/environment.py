@@ -23,7 +23,7 @@ from .home import default_key_sources, home, keys_dir, state_dir, trust_dir
 from .keys.jwk import MasterKey, SigningKey
 from .keys.local import key_files, read_keys
 from .keys.provider import split_reference
-from .pipeline import threads
+from .pool import threads
 from .trust_files import list_trusted
 
 _OURS = "secure-loader"

@@ -1,32 +1,74 @@
-"""Ciphertext in a file to verified plaintext in memory: read, decrypt, check, on a shared pool of threads.
+"""Bytes in files to verified bytes in memory: read, check, decrypt, on the shared pool of threads.
 
-Each job reads a few chunks with one ``preadv`` into scratch memory of its thread, leaving 16 bytes behind each for its
-tag, and decrypts them out of place into the destination. The first error wins: no further job starts, those that run
-are waited for, and the whole destination is wiped before the error is raised.
+What is wanted is cut into jobs of about :data:`JOB_BYTES`: a large tensor becomes many, and small ones that lie side by
+side share one. A job makes the destination's pages, reads with one system call into scratch memory of its thread, and
+decrypts out of place into the destination. The first error wins: no further job starts, those that run are waited for,
+and everything that was to be filled is wiped before the error is raised.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol
 
 from ..errors import AuthenticationError, KeyAccessError, SecureLoaderError
 from .aead import TAG_BYTES, Cipher, chunk_nonce, open_into
+from .memory import HUGE_PAGE, Region, populate
+from .pool import run_jobs
 from .secrets import wipe
-from .source import FileSource
+from .source import DIRECT_ALIGN, FileSource
 
-_T = TypeVar("_T")
-# One job: enough to make a system call and a hand-over cheap, little enough to share a tensor between threads.
-JOB_BYTES = 4 << 20
+# One chunk of the usual size: enough to make system calls and hand-overs cheap, and it stays in the processor's cache
+# between being read and being decrypted.
+JOB_BYTES = 2 << 20
+# Fewer bytes are not worth a system call of their own.
+_POPULATE = 256 << 10
+# Fewer jobs are not worth asking whether their bytes are in the page cache.
+_MIN_JOBS = 8
 
 
-@dataclass(frozen=True)
+class Stored(Protocol):
+    """A tensor's bytes in a file, in pieces that are checked as a whole."""
+
+    @property
+    def source(self) -> FileSource:
+        """The file."""
+        ...
+
+    @property
+    def offset(self) -> int:
+        """File offset of the tensor's first byte."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Bytes per piece, at least 1; the last one may be shorter."""
+        ...
+
+    def open(self, index: int, slot: memoryview, out: memoryview) -> None:
+        """Check piece ``index`` and hand out its plaintext.
+
+        Args:
+            index: Number of the piece.
+            slot: The bytes as stored, in private memory, and 16 writable bytes behind them.
+            out: As many bytes as the piece has; wiped when this raises. May be the slot's own, for working in place.
+
+        Raises:
+            AuthenticationError: They are not the bytes that were signed.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class SealedBytes:
     """One encrypted tensor's bytes in a file.
 
@@ -34,21 +76,21 @@ class SealedBytes:
         source: The file.
         offset: File offset of its first byte.
         nbytes: Its size.
+        cipher: Of its DEK.
         chunk_size: Bytes per chunk, None when it was sealed in one call (v1).
         iv: Nonce of the first chunk.
         tags: 16 bytes per chunk.
-        digests: SHA-256 per digest piece, checked as well when given; ``digest_chunk_size`` bytes each.
-        digest_chunk_size: Bytes per digest.
+        digests: The signed SHA-256 of its pieces, where they are to be checked as well.
     """
 
     source: FileSource
     offset: int
     nbytes: int
+    cipher: Cipher
     chunk_size: int | None
     iv: bytes
     tags: bytes
-    digests: bytes | None = None
-    digest_chunk_size: int = 0
+    digests: Digests | None = None
 
     @property
     def step(self) -> int:
@@ -56,268 +98,268 @@ class SealedBytes:
         whole = max(1, self.nbytes)
         return min(self.chunk_size or whole, whole)
 
-
-def decrypt_into(sealed: SealedBytes, cipher: Cipher, out: memoryview, start: int = 0) -> None:
-    """Decrypt and verify ``out.nbytes`` bytes of a tensor from byte ``start`` on; only the chunks touched are read.
-
-    Args:
-        sealed: Where the ciphertext is.
-        cipher: Of the tensor's DEK.
-        out: Writable bytes, filled only with verified plaintext.
-        start: First byte wanted.
-
-    Raises:
-        AuthenticationError: A tag or digest is wrong; ``out`` was wiped.
-        ReadError: The file ends early or cannot be read; ``out`` was wiped.
-    """
-    stop = start + out.nbytes
-    step = sealed.step
-    if sealed.nbytes == 0:
-        # v2 gives an empty tensor one tag all the same; v1 does not.
-        if sealed.tags:
-            _open_chunks(sealed, cipher, range(1), memoryview(bytearray()), 0)
-        return
-    if start == stop:
-        return
-    per_job = max(1, JOB_BYTES // step)
-    chunks = range(start // step, -(-stop // step))
-    groups = [range(c, min(c + per_job, chunks.stop)) for c in range(chunks.start, chunks.stop, per_job)]
-
-    def job(group: range) -> None:
-        low, high = max(start, group.start * step), min(stop, group.stop * step)
-        _open_chunks(sealed, cipher, group, out[low - start : high - start], low)
-
-    run_jobs(job, groups, on_error=lambda: wipe(out))
+    def open(self, index: int, slot: memoryview, out: memoryview) -> None:
+        """Decrypt and verify one chunk; as :meth:`Stored.open`."""
+        if self.digests is not None:
+            self.digests.check(index * self.step, slot[:-TAG_BYTES])
+        slot[-TAG_BYTES:] = self.tags[index * TAG_BYTES : (index + 1) * TAG_BYTES]
+        nonce = self.iv if self.chunk_size is None else chunk_nonce(self.iv, index)
+        open_into(self.cipher, nonce, slot, out)
 
 
-def _open_chunks(sealed: SealedBytes, cipher: Cipher, chunks: range, out: memoryview, low: int) -> None:
-    """Decrypt consecutive chunks; ``out`` takes the part of their plaintext that begins at tensor byte ``low``."""
-    step = sealed.step
-    scratch = _scratch(len(chunks) * (step + TAG_BYTES))
-    sizes = [min(step, sealed.nbytes - c * step) for c in chunks]
-    slots = [scratch[i * (step + TAG_BYTES) :][: n + TAG_BYTES] for i, n in enumerate(sizes)]
-    sealed.source.read_into(
-        [s[:n] for s, n in zip(slots, sizes, strict=True) if n], sealed.offset + chunks.start * step
-    )
-    if sealed.digests is not None:
-        for c, n, slot in zip(chunks, sizes, slots, strict=True):
-            check_digests(sealed.digests, sealed.digest_chunk_size, c * step, slot[:n])
-    high = low + out.nbytes
-    for c, n, slot in zip(chunks, sizes, slots, strict=True):
-        slot[n:] = sealed.tags[c * TAG_BYTES : (c + 1) * TAG_BYTES]
-        first, last = c * step, c * step + n
-        nonce = chunk_nonce(sealed.iv, c) if sealed.chunk_size is not None else sealed.iv
-        if low <= first and last <= high:
-            open_into(cipher, nonce, slot, out[first - low : last - low])
-            continue
-        # Only part of this chunk is wanted, but its tag covers all of it.
-        whole = memoryview(bytearray(n))
-        try:
-            open_into(cipher, nonce, slot, whole)
-            a, b = max(first, low), min(last, high)
-            out[a - low : b - low] = whole[a - first : b - first]
-        finally:
-            wipe(whole)
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Signed SHA-256 digests of a tensor's bytes as stored.
 
-
-def check_digests(digests: bytes, size: int, start: int, stored: memoryview) -> None:
-    """Compare stored bytes with their signed digests.
-
-    Args:
-        digests: 32 bytes per piece, of the whole tensor.
+    Attributes:
+        values: 32 bytes per piece, of the whole tensor.
         size: Bytes per piece.
-        start: Tensor byte at which ``stored`` begins, a multiple of ``size``.
-        stored: Whole pieces, the tensor's last one may be shorter.
-
-    Raises:
-        AuthenticationError: They differ.
     """
-    for offset in range(0, stored.nbytes, size):
-        i = (start + offset) // size
-        digest = hashlib.sha256(stored[offset : offset + size]).digest()
-        if not hmac.compare_digest(digest, digests[32 * i : 32 * i + 32]):
-            raise AuthenticationError(f"bytes {start + offset:,} and up differ from the signed digest")
+
+    values: bytes
+    size: int
+
+    def check(self, start: int, stored: memoryview) -> None:
+        """Compare whole pieces with their digests.
+
+        Args:
+            start: Tensor byte at which ``stored`` begins, a multiple of ``size``.
+            stored: Whole pieces, the tensor's last one may be shorter.
+
+        Raises:
+            AuthenticationError: They differ.
+        """
+        for offset in range(0, stored.nbytes, self.size):
+            i = (start + offset) // self.size
+            digest = hashlib.sha256(stored[offset : offset + self.size]).digest()
+            if not hmac.compare_digest(digest, self.values[32 * i : 32 * i + 32]):
+                raise AuthenticationError(f"bytes {start + offset:,} and up differ from the signed digest")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ClearBytes:
-    """One clear tensor's bytes in a signed file.
+    """One clear tensor's bytes in a file.
 
     Attributes:
         source: The file.
         offset: File offset of its first byte.
         nbytes: Its size.
-        digests: SHA-256 per piece.
-        size: Bytes per piece.
+        digests: What was signed about them; None in a file that signs nothing.
     """
 
     source: FileSource
     offset: int
     nbytes: int
-    digests: bytes
-    size: int
+    digests: Digests | None
 
-    def pieces(self, start: int, stop: int) -> list[range]:
-        """The tensor bytes of every digest piece that ``[start, stop)`` touches."""
-        first = start // self.size * self.size
-        return [range(p, min(p + self.size, self.nbytes)) for p in range(first, stop, self.size)]
+    @property
+    def step(self) -> int:
+        """Bytes per digest."""
+        return JOB_BYTES if self.digests is None else self.digests.size
 
-    def check_piece(self, piece: range, into: memoryview) -> None:
-        """Read a piece into private memory and compare it with its digest."""
-        self.source.read_into([into], self.offset + piece.start)
-        check_digests(self.digests, self.size, piece.start, into)
+    def open(self, index: int, slot: memoryview, out: memoryview) -> None:
+        """Check one piece; as :meth:`Stored.open`."""
+        stored = slot[:-TAG_BYTES]
+        if self.digests is not None:
+            self.digests.check(index * self.step, stored)
+        out[:] = stored
 
 
-def read_clear_into(clear: ClearBytes, out: memoryview, start: int) -> None:
-    """Fill ``out`` with a clear tensor's bytes from ``start`` on; what was checked is what is handed out.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Part of a tensor, and where it goes.
+
+    Attributes:
+        name: Of the tensor, for errors.
+        stored: Where it is.
+        out: Writable bytes, filled only with what was verified. None checks the bytes and keeps nothing.
+        start: First byte of the tensor that is wanted.
+        stop: First byte that is not.
+    """
+
+    name: str
+    stored: Stored
+    out: memoryview | None
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of a tensor to be read: how much is stored, and which part of it was asked for."""
+
+    wanted: Wanted
+    index: int
+
+    @property
+    def first(self) -> int:
+        """Tensor byte at which it begins."""
+        return self.index * self.wanted.stored.step
+
+    @property
+    def nbytes(self) -> int:
+        """Its size as stored."""
+        stored = self.wanted.stored
+        return max(0, min(stored.step, stored.nbytes - self.first))
+
+    @property
+    def place(self) -> int:
+        """File offset."""
+        return self.wanted.stored.offset + self.first
+
+    def target(self) -> memoryview | None:
+        """The destination of its plaintext where all of it is wanted."""
+        w, first, last = self.wanted, self.first, self.first + self.nbytes
+        return None if w.out is None or first < w.start or last > w.stop else w.out[first - w.start : last - w.start]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How files are read.
+
+    Attributes:
+        page_cache: What becomes of the system's copy of the file. ``keep`` it: the next process, and the next load, find
+            it there. ``drop`` it behind the reader: for machines short of memory. ``bypass`` it (O_DIRECT): nothing is
+            copied or displaced, and every load waits for the disk.
+    """
+
+    page_cache: str = "keep"
+
+
+def read(wanted: Sequence[Wanted], options: Options = Options()) -> None:
+    """Fill every destination, on the shared pool.
+
+    Args:
+        wanted: In file order, best; only the pieces that they touch are read.
+        options: How.
 
     Raises:
-        AuthenticationError: A digest differs; ``out`` was wiped.
-        ReadError: As :meth:`FileSource.read_into`; ``out`` was wiped.
+        AuthenticationError: A tag or digest is wrong.
+        ReadError: A file ends early or cannot be read.
+        Exception: Whatever else came up first; in any case all destinations were wiped.
     """
-    stop = start + out.nbytes
-
-    def job(piece: range) -> None:
-        low, high = max(start, piece.start), min(stop, piece.stop)
-        target = out[low - start : high - start]
-        if len(piece) == target.nbytes:
-            clear.check_piece(piece, target)
-            return
-        whole = _scratch(len(piece))
-        clear.check_piece(piece, whole)
-        target[:] = whole[low - piece.start : high - piece.start]
-
-    run_jobs(job, clear.pieces(start, stop), on_error=lambda: wipe(out))
+    jobs = plan(wanted)
+    run_jobs(lambda job: run(job, options), jobs, on_error=lambda: wipe_all(wanted), waiting=will_wait(jobs, options))
+    release(jobs, options)
 
 
-def verify_clear(clear: ClearBytes, start: int, stop: int) -> None:
-    """Check the digests of the pieces that ``[start, stop)`` touches, keeping nothing. Raises as read_clear_into."""
-    run_jobs(lambda piece: clear.check_piece(piece, _scratch(len(piece))), clear.pieces(start, stop))
+def release(jobs: Sequence[Sequence[Piece]], options: Options) -> None:
+    """Let go of the page cache under jobs that were done, if that is wanted."""
+    if options.page_cache != "drop":
+        return
+    spans: dict[FileSource, tuple[int, int]] = {}
+    for job in jobs:
+        source, start, stop = job[0].wanted.stored.source, job[0].place, job[-1].place + job[-1].nbytes
+        low, high = spans.get(source, (start, stop))
+        spans[source] = min(low, start), max(high, stop)
+    for source, (low, high) in spans.items():
+        # In one go and with its surroundings: the system caches in pieces of up to a huge page, and only drops whole ones.
+        low = low // HUGE_PAGE * HUGE_PAGE
+        source.drop_cache(low, -(-high // HUGE_PAGE) * HUGE_PAGE - low)
+
+
+def will_wait(jobs: Sequence[Sequence[Piece]], options: Options) -> bool:
+    """Whether jobs will wait for a disk more than they compute: a few samples tell. The system is told to read ahead."""
+    if len(jobs) < _MIN_JOBS:
+        return False
+    samples = jobs[:: len(jobs) // _MIN_JOBS]
+    if options.page_cache != "bypass":
+        if all(job[0].wanted.stored.source.is_cached(job[0].place) for job in samples):
+            return False
+        for source in {job[0].wanted.stored.source for job in samples}:
+            source.read_ahead()
+    return True
+
+
+def wipe_all(wanted: Sequence[Wanted]) -> None:
+    """Overwrite every destination."""
+    for w in wanted:
+        if w.out is not None:
+            wipe(w.out)
+
+
+def plan(wanted: Sequence[Wanted]) -> list[list[Piece]]:
+    """Cut what is wanted into jobs: pieces that lie side by side in one file."""
+    jobs: list[list[Piece]] = []
+    room, end, source = 0, -1, None
+    for w in wanted:
+        stored = w.stored
+        step = stored.step
+        if w.start < w.stop:
+            indexes = range(w.start // step, -(-w.stop // step))
+        else:
+            # v2 gives an empty tensor one tag all the same; v1 and clear ones have nothing to check.
+            indexes = range(1 if isinstance(stored, SealedBytes) and not stored.nbytes and stored.tags else 0)
+        for index in indexes:
+            piece = Piece(w, index)
+            place, nbytes = piece.place, piece.nbytes
+            if nbytes > room or place != end or stored.source is not source:
+                jobs.append([])
+                room = JOB_BYTES
+            jobs[-1].append(piece)
+            room -= nbytes
+            end, source = place + nbytes, stored.source
+    return jobs
+
+
+def run(job: Sequence[Piece], options: Options = Options()) -> None:
+    """Read, check and decrypt the pieces of one job; on an error their own destinations are wiped, others are not.
+
+    Raises:
+        AuthenticationError, ReadError: As :func:`read`.
+    """
+    total = sum(piece.nbytes for piece in job)
+    source, direct = job[0].wanted.stored.source, options.page_cache == "bypass"
+    memory = scratch(total + TAG_BYTES + 2 * DIRECT_ALIGN)
+    piece = job[0]
+    try:
+        # Before the scratch memory is filled: the kernel's zeroing would drive it out of the cache.
+        for piece in job:
+            if piece.nbytes >= _POPULATE and (out := piece.target()) is not None:
+                populate(out)
+        piece = job[0]
+        at = source.read_directly(memory, piece.place, total) if direct else 0
+        if not direct and total:
+            source.read_into([memory[:total]], piece.place)
+        # From the last to the first: a tag goes behind its chunk, where the next chunk has had its turn by then.
+        end = at + total
+        for piece in reversed(job):
+            start = end - piece.nbytes
+            _open(piece, memory[start : end + TAG_BYTES])
+            end = start
+    except SecureLoaderError as e:
+        raise annotate(e, source.path, piece.wanted.name) from None
+
+
+def _open(piece: Piece, slot: memoryview) -> None:
+    wanted, target = piece.wanted, piece.target()
+    if target is not None:
+        wanted.stored.open(piece.index, slot, target)
+        return
+    # Only part of this piece is wanted, or nothing of it but the check, which covers all of it: work in place.
+    whole = slot[:-TAG_BYTES]
+    try:
+        wanted.stored.open(piece.index, slot, whole)
+        if wanted.out is not None:
+            first, low = piece.first, max(piece.first, wanted.start)
+            high = min(first + piece.nbytes, wanted.stop)
+            wanted.out[low - wanted.start : high - wanted.start] = whole[low - first : high - first]
+    finally:
+        wipe(whole)
 
 
 _local = threading.local()
 
 
-def _scratch(nbytes: int) -> memoryview:
-    """Scratch memory of this thread; it only ever holds bytes as stored in the file."""
-    buffer: memoryview | None = getattr(_local, "scratch", None)
-    if buffer is None or buffer.nbytes < nbytes:
-        buffer = memoryview(bytearray(nbytes))
-        # v1 tensors may be huge; do not keep their scratch for ever.
-        if nbytes <= 2 * JOB_BYTES:
-            _local.scratch = buffer
-    return buffer[:nbytes]
-
-
-_pool_lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
-_threads = 0
-
-
-def set_threads(n: int | None) -> None:
-    """Number of threads of the shared pool; None sizes it to the processors this process may use.
-
-    Takes effect with the next job; running ones end on the old pool.
-    """
-    global _pool, _threads
-    with _pool_lock:
-        old, _pool, _threads = _pool, None, n or 0
-    if old is not None:
-        old.shutdown(wait=False)
-
-
-def threads() -> int:
-    """Threads that the shared pool has, or will have."""
-    return _threads or min(16, len(os.sched_getaffinity(0)))
-
-
-def _executor() -> ThreadPoolExecutor:
-    global _pool  # noqa: PLW0603 - the pool is the one thing shared by the process
-    with _pool_lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(threads(), thread_name_prefix="secure-loader")
-        return _pool
-
-
-def _after_fork() -> None:
-    # Threads do not survive a fork, nor does the state of the lock.
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def run_jobs(job: Callable[[_T], None], items: Sequence[_T], on_error: Callable[[], None] | None = None) -> None:
-    """Run a job per item on the shared pool, and on this thread when there is only one.
-
-    Raises:
-        Exception: The first error of any job, after all that started have ended and ``on_error`` ran.
-    """
-    try:
-        if len(items) == 1 or threads() == 1:
-            for item in items:
-                job(item)
-            return
-        _fan_out(job, items)
-    except BaseException:
-        if on_error is not None:
-            on_error()
-        raise
-
-
-def _fan_out(job: Callable[[_T], None], items: Sequence[_T]) -> None:
-    todo: Iterator[_T] = iter(items)
-    changed = threading.Condition()
-    running = 0
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        nonlocal running
-        while True:
-            with changed:
-                item = None if failed else next(todo, None)
-                if item is None:
-                    return
-                running += 1
-            try:
-                job(item)
-            except BaseException as e:  # noqa: BLE001 - raised again below, in the caller's thread
-                failed.append(e)
-            finally:
-                with changed:
-                    running -= 1
-                    changed.notify_all()
-
-    helpers: list[Future[None]] = []
-    try:
-        helpers.extend(_submit(work, min(threads(), len(items)) - 1))
-        work()
-    except BaseException as e:  # noqa: BLE001 - a signal in this thread, say; raised again below
-        failed.append(e)
-    # Until no job runs any more nobody may wipe or reuse the destination, however often the user presses ^C.
-    while True:
-        try:
-            for helper in helpers:
-                helper.cancel()
-            with changed:
-                while running:
-                    changed.wait()
-            break
-        except BaseException as e:  # noqa: BLE001 - as above
-            failed.append(e)
-    if failed:
-        raise failed[0]
-
-
-def _submit(work: Callable[[], None], n: int) -> Iterator[Future[None]]:
-    for _ in range(n):
-        try:
-            yield _executor().submit(work)
-        except RuntimeError:
-            # Somebody changed the number of threads this moment, the interpreter is on its way out, or there are no
-            # more threads to be had. The calling thread does all the work itself then.
-            return
+def scratch(nbytes: int) -> memoryview:
+    """Scratch memory of this thread, in huge pages. Whoever leaves plaintext in it wipes it."""
+    kept: memoryview | None = getattr(_local, "scratch", None)
+    if kept is None or kept.nbytes < nbytes:
+        kept = Region(max(nbytes, JOB_BYTES)).view()
+        # v1 tensors and foreign chunks may be huge; do not keep memory of that size for ever.
+        if nbytes <= 4 * JOB_BYTES:
+            _local.scratch = kept
+    return kept[:nbytes]
 
 
 def annotate(error: SecureLoaderError, path: str, tensor: str | None = None) -> SecureLoaderError:

@@ -21,7 +21,8 @@ from .header import Header
 from .home import default_key_sources, trust_dir
 from .keys.jwk import MasterKey
 from .keys.provider import KeyRing
-from .pipeline import annotate, set_threads, threads
+from .pipeline import annotate
+from .pool import set_threads, threads
 from .rollback import check_release
 from .source import FileSource, read_header
 from .trust import TrustStore, VerifiedHeader, verify_header
@@ -88,6 +89,7 @@ class Session:
         return ReadOptions(
             full_integrity=self.config.integrity == "full",
             copy_clear=self.config.clear_tensors == "copy",
+            page_cache=self.config.page_cache,
             insecure_allow_unverified_clear=self.config.insecure_allow_unverified_clear,
         )
 

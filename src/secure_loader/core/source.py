@@ -6,10 +6,12 @@ change between the check and the use: that was reproduced against AES-GCM (docs/
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -18,6 +20,8 @@ from ..errors import FormatError, MissingFileError, ReadError, SourceError
 from . import header as hdr
 from . import strict_json
 
+# Blocks of any disk in use divide this.
+DIRECT_ALIGN = 4096
 _PIECE = 1 << 20
 # A header beyond this is scanned once before any of it is kept, so that a hostile one costs time but no memory.
 _KEEP_UNSCANNED = 8 << 20
@@ -37,9 +41,11 @@ class FileSource:
         SourceError: Not a regular file, or not readable.
     """
 
+    _direct_fd: int | None
+
     def __init__(self, path: str | os.PathLike[str], *, follow: bool = True) -> None:
         self.path = os.fspath(path)
-        self._fd = -1
+        self._fd, self._direct_fd, self._lock = -1, None, threading.Lock()
         try:
             # O_NONBLOCK: opening a FIFO must not hang before fstat can tell what it is.
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
@@ -64,6 +70,7 @@ class FileSource:
             file.flush()
             source = cls.__new__(cls)
             source.path, source.size = name, file.tell()
+            source._direct_fd, source._lock = -1, threading.Lock()  # noqa: SLF001 - a constructor
             source._fd = os.dup(file.fileno())  # noqa: SLF001 - a constructor
         return source
 
@@ -93,6 +100,67 @@ class FileSource:
             if n:
                 todo[0] = todo[0][n:]
 
+    def is_cached(self, offset: int) -> bool:
+        """Whether reading the byte at ``offset`` would not wait for a disk, as far as the system tells.
+
+        A system that has to say no starts to read ahead there.
+        """
+        try:
+            os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except (OSError, AttributeError):
+            pass  # a file system or a system without the flag; the read itself will complain where it has to
+        return True
+
+    def read_ahead(self) -> None:
+        """Tell the system that the file is read from one end to the other."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def read_directly(self, memory: memoryview, offset: int, length: int) -> int:
+        """Read past the page cache where the file system can (O_DIRECT), otherwise through it.
+
+        Args:
+            memory: On a page border, and at least two pages larger than ``length``: whole blocks are read.
+            offset: First byte wanted.
+            length: Bytes wanted.
+
+        Returns:
+            Where the first byte wanted is in ``memory``.
+
+        Raises:
+            ReadError: As :meth:`read_into`.
+        """
+        start = offset // DIRECT_ALIGN * DIRECT_ALIGN
+        stop = -(-(offset + length) // DIRECT_ALIGN) * DIRECT_ALIGN
+        fd = self._direct()
+        try:
+            # Another file offset than asked for, or fewer bytes, is the end of the file or a short read: done again below.
+            n = os.preadv(fd, [memory[: stop - start]], start) if fd >= 0 and length else 0
+        except OSError:
+            n = 0
+        done = max(0, min(n - (offset - start), length))
+        if done < length:
+            at = offset - start + done
+            self.read_into([memory[at : at + length - done]], offset + done)
+        return offset - start
+
+    def _direct(self) -> int:
+        with self._lock:
+            if self._direct_fd is None:
+                self._direct_fd = -1
+                # By way of the descriptor: the very same file, whatever its name means by now.
+                with contextlib.suppress(OSError, AttributeError):
+                    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+                    self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", flags)
+            return self._direct_fd
+
+    def drop_cache(self, offset: int, length: int) -> None:
+        """Let the system forget its copy of a range; it is advice, and whole pages only."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
+
     def read(self, offset: int, length: int) -> bytes:
         """``length`` bytes from ``offset``."""
         data = bytearray(length)
@@ -101,9 +169,10 @@ class FileSource:
 
     def close(self) -> None:
         """Close the file; harmless when done twice."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        for fd in (self._fd, self._direct_fd):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self._fd = self._direct_fd = -1
 
     def __enter__(self) -> Self:
         return self

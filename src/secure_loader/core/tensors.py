@@ -5,18 +5,18 @@ A :class:`Framework` allocates memory that a tensor will own, shows it as bytes 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import mmap
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..errors import ConfigError, DeviceError
+from .memory import Region, lay_out
 from .types import DTYPES, TensorInfo
 
-_HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE = 14
 _NUMPY_DIMS = 64
+# Below this the framework's own allocator is as good, and a mapping of its own a waste.
+_MIN_REGION = 1 << 20
 
 
 class Framework(Protocol):
@@ -24,16 +24,16 @@ class Framework(Protocol):
 
     name: str
 
-    def empty(self, nbytes: int) -> tuple[Any, memoryview]:
-        """Uninitialised memory: its owner, and a writable view of exactly ``nbytes`` bytes."""
+    def small(self, nbytes: int) -> tuple[Any, memoryview]:
+        """A little memory from the library's own allocator; as :func:`empty`."""
+        ...
+
+    def wrap(self, mapping: mmap.mmap, offset: int, nbytes: int) -> Any:
+        """The owner of part of a mapping, which keeps the mapping alive."""
         ...
 
     def view(self, owner: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         """The owner's bytes as a tensor of a safetensors dtype and logical shape, without a copy."""
-        ...
-
-    def map(self, mapping: mmap.mmap, offset: int, info: TensorInfo) -> Any:
-        """A tensor over a private mapping, without a copy."""
         ...
 
     def to_device(self, tensor: Any, device: str) -> Any:
@@ -69,24 +69,54 @@ def framework(name: str) -> Framework:
     return kind()
 
 
+def empty(fw: Framework, nbytes: int) -> tuple[Any, memoryview]:
+    """Memory that a tensor will own.
+
+    Args:
+        fw: Whose tensor.
+        nbytes: Its size.
+
+    Returns:
+        The owner, and a writable view of exactly ``nbytes`` bytes.
+
+    Raises:
+        OutOfMemoryError: The system gives no more.
+    """
+    if nbytes < _MIN_REGION:
+        return fw.small(nbytes)
+    region = Region(nbytes)
+    return fw.wrap(region.mapping, region.offset, nbytes), region.view()
+
+
+def empty_many(fw: Framework, sizes: Sequence[int]) -> list[tuple[Any, memoryview]]:
+    """As :func:`empty` for many tensors, whose memory is laid out together: no page is shared by chance or wasted."""
+    places = iter(lay_out([n for n in sizes if n]))
+    out = []
+    for n in sizes:
+        if not n:
+            out.append(fw.small(0))
+            continue
+        region, at = next(places)
+        out.append((fw.wrap(region.mapping, region.offset + at, n), region.view(at, n)))
+    return out
+
+
 class _Torch:
     name = "pt"
 
     def __init__(self) -> None:
         self._torch = _import("torch")
 
-    def empty(self, nbytes: int) -> tuple[Any, memoryview]:
+    def small(self, nbytes: int) -> tuple[Any, memoryview]:
         owner = self._torch.empty(nbytes, dtype=self._torch.uint8, device="cpu")
-        _advise_huge(owner.data_ptr(), nbytes)
         return owner, memoryview(owner.numpy()).cast("B") if nbytes else memoryview(bytearray())
+
+    def wrap(self, mapping: mmap.mmap, offset: int, nbytes: int) -> Any:
+        # frombuffer keeps the mapping alive for as long as the storage lives.
+        return self._torch.frombuffer(mapping, dtype=self._torch.uint8, offset=offset, count=nbytes)
 
     def view(self, owner: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         return owner.view(self._dtype(dtype)).reshape(_storage_shape(dtype, shape))
-
-    def map(self, mapping: mmap.mmap, offset: int, info: TensorInfo) -> Any:
-        # frombuffer keeps the mapping alive for as long as the storage lives.
-        owner = self._torch.frombuffer(mapping, dtype=self._torch.uint8, offset=offset, count=info.nbytes)
-        return self.view(owner, info.dtype, info.shape)
 
     def to_device(self, tensor: Any, device: str) -> Any:
         return tensor if str(device) == "cpu" else tensor.to(device=device)
@@ -112,17 +142,15 @@ class _Numpy:
     def __init__(self) -> None:
         self._numpy = _import("numpy")
 
-    def empty(self, nbytes: int) -> tuple[Any, memoryview]:
-        # numpy itself asks for huge pages on Linux.
+    def small(self, nbytes: int) -> tuple[Any, memoryview]:
         owner = self._numpy.empty(nbytes, dtype=self._numpy.uint8)
         return owner, memoryview(owner).cast("B") if nbytes else memoryview(bytearray())
 
+    def wrap(self, mapping: mmap.mmap, offset: int, nbytes: int) -> Any:
+        return self._numpy.frombuffer(mapping, dtype=self._numpy.uint8, offset=offset, count=nbytes)
+
     def view(self, owner: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         return owner.view(self._dtype(dtype)).reshape(self._shape(dtype, shape))
-
-    def map(self, mapping: mmap.mmap, offset: int, info: TensorInfo) -> Any:
-        owner = self._numpy.frombuffer(mapping, dtype=self._numpy.uint8, offset=offset, count=info.nbytes)
-        return self.view(owner, info.dtype, info.shape)
 
     def to_device(self, tensor: Any, device: str) -> Any:
         if str(device) != "cpu":
@@ -184,20 +212,6 @@ def _storage_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if DTYPES[dtype].bits == 4 and shape:
         return (*shape[:-1], shape[-1] // 2)
     return shape
-
-
-def _advise_huge(address: int, nbytes: int) -> None:
-    # First touch of 4 KiB pages is the largest single cost of a load into new memory; huge pages make it a fifth.
-    # Advice only: where the system does not offer them nothing changes.
-    start = -(-address // _HUGE_PAGE) * _HUGE_PAGE
-    length = (address + nbytes) // _HUGE_PAGE * _HUGE_PAGE - start
-    if length > 0 and _madvise is not None:
-        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
-
-
-_madvise: Any = None
-with contextlib.suppress(OSError, AttributeError, TypeError):
-    _madvise = ctypes.CDLL(None).madvise
 
 
 def bytes_of(tensor: Any) -> tuple[str, tuple[int, ...], memoryview]:

@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..core.archive import TensorFile
-from ..core.tensors import framework
+from ..core.tensors import empty, framework
 from ..core.types import DTYPES, TensorInfo
 
 _aten = torch.ops.aten
@@ -147,7 +147,7 @@ class LazyTensor(torch.Tensor):
         if self._root._value is not None:
             return self._view_of(self._root._value)
         fw = framework("pt")
-        owner, out = fw.empty(math.prod(self._part.shape) * self._item_bytes)
+        owner, out = empty(fw, math.prod(self._part.shape) * self._item_bytes)
         self._read_into(out)
         return self._cut(fw.view(owner, self._info.dtype, self._part.shape))
 

@@ -15,12 +15,13 @@ PACKAGE = Path(secure_loader.__file__).parent
 # From the bottom up; modules on one line do not import each other.
 LAYERS = (
     "errors",
-    "core.types core.secrets core.report",
+    "core.types core.secrets core.report core.memory core.pool",
     "core.strict_json core.home",
     "core.header config",
     "core.aead core.source",
     "core.envelope core.atomic core.index core.tensors",
-    "core.copying core.keys.jwk core.slicing core.policy",
+    "core.output core.keys.jwk core.slicing core.policy",
+    "core.copying",
     "core.keys.provider core.trust core.rollback core.pipeline",
     "core.keys.local core.manifest core.trust_files core.archive",
     "core.keys.generate core.staging core.seal core.session core.survey",

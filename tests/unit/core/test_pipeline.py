@@ -1,200 +1,167 @@
-"""Jobs on the shared pool: the first error wins, nobody is left behind, nothing half-done is left in memory."""
+"""What is wanted becomes jobs; whatever way the bytes come in, they are the same."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
-import signal
-import threading
-import time
 
 import pytest
 
 from secure_loader.core import pipeline
-from secure_loader.core.pipeline import run_jobs, set_threads, threads
+from secure_loader.core.aead import ALGORITHMS, chunk_nonce, seal_into
+from secure_loader.core.pipeline import ClearBytes, Digests, Options, SealedBytes, Wanted, plan, read
+from secure_loader.core.pool import WAITING_THREADS
+from secure_loader.core.secrets import Secret
+from secure_loader.core.source import FileSource
+from secure_loader.errors import AuthenticationError, ReadError
+
+CHUNK = 64 * 1024
 
 
-@pytest.fixture(autouse=True)
-def four_threads():
-    set_threads(4)
-    yield
-    set_threads(None)
+class Sealed:
+    """A file of sealed tensors, one after the other behind a header of odd length."""
+
+    def __init__(self, path, sizes, chunk=CHUNK):
+        self.path, self.plain, self.parts = path, [], []
+        body, header = bytearray(), os.urandom(1003)
+        cipher = ALGORITHMS["aes256gcm"].cipher(Secret(bytearray(os.urandom(32))))
+        layout = []
+        for size in sizes:
+            plain, iv, tags, start = os.urandom(size), os.urandom(8).ljust(12, b"\0"), b"", len(body)
+            for i, at in enumerate(range(0, size, chunk) or [0]):
+                piece = plain[at : at + chunk]
+                out = memoryview(bytearray(len(piece) + 16))
+                seal_into(cipher, chunk_nonce(iv, i), memoryview(piece), out)
+                body += out[:-16]
+                tags += out[-16:]
+            layout.append((start, size, iv, tags))
+            self.plain.append(plain)
+        path.write_bytes(header + body)
+        self.source = FileSource(path)
+        for start, size, iv, tags in layout:
+            self.parts.append(SealedBytes(self.source, len(header) + start, size, cipher, chunk, iv, tags))
+
+    def wanted(self):
+        outs = [bytearray(b"\xaa" * p.nbytes) for p in self.parts]
+        return outs, [
+            Wanted(str(i), p, memoryview(o), 0, p.nbytes) for i, (p, o) in enumerate(zip(self.parts, outs, strict=True))
+        ]
 
 
-def test_every_item_once():
-    done = []
-    run_jobs(done.append, range(1000))
-    assert sorted(done) == list(range(1000))
-    run_jobs(done.append, [])
-    assert len(done) == 1000
+SIZES = [1, 5, 100_000, 0, CHUNK, 9 * CHUNK + 7, 3, 40 * CHUNK, 17]
 
 
-def test_jobs_run_on_several_threads_at_once():
-    barrier = threading.Barrier(4, timeout=20)
-    run_jobs(lambda item: barrier.wait(), range(4))
+@pytest.mark.parametrize("page_cache", ["keep", "drop", "bypass"])
+@pytest.mark.parametrize("cold", [False, True])
+def test_every_way_gives_the_same_bytes(tmp_path, page_cache, cold):
+    sealed = Sealed(tmp_path / "x", SIZES * 3)
+    if cold:
+        os.sync()
+        sealed.source.drop_cache(0, 0)
+    outs, wanted = sealed.wanted()
+    read(wanted, Options(page_cache=page_cache))
+    assert [bytes(o) for o in outs] == sealed.plain
 
 
-def test_the_first_error_wins_and_no_further_job_starts():
-    started = []
-
-    def job(item):
-        started.append(item)
-        if item == 2:
-            raise ZeroDivisionError(item)
-        time.sleep(0.01)
-
-    with pytest.raises(ZeroDivisionError, match="2"):
-        run_jobs(job, range(1000))
-    assert len(started) < 20
-
-
-def test_helpers_are_awaited_before_the_wiping():
-    events = []
-    slow = threading.Event()
-
-    def job(item):
-        if item == 0:
-            slow.wait(20)
-            raise ZeroDivisionError
-        slow.set()
-        time.sleep(0.2)
-        events.append("written")
-
-    with pytest.raises(ZeroDivisionError):
-        run_jobs(job, range(4), on_error=lambda: events.append("wiped"))
-    assert events[-1] == "wiped"
-    assert "written" in events
+@pytest.mark.parametrize("page_cache", ["drop", "bypass"])
+def test_nothing_stays_in_the_page_cache(tmp_path, page_cache):
+    sealed = Sealed(tmp_path / "x", [64 * CHUNK])
+    os.sync()
+    read(sealed.wanted()[1])
+    place = sealed.source.size // 2
+    if not sealed.source.is_cached(place):
+        pytest.skip("this file system does not tell what is cached")
+    if page_cache == "bypass":
+        sealed.source.drop_cache(0, 0)
+    read(sealed.wanted()[1], Options(page_cache=page_cache))
+    assert not sealed.source.is_cached(place)
 
 
-@pytest.mark.parametrize("presses", [1, 3])
-def test_an_impatient_user_does_not_get_ahead_of_the_helpers(presses):
-    """^C while the calling thread waits for the others: they must be out before the destination is wiped."""
-    main, events, entered = threading.main_thread(), [], threading.Barrier(2, timeout=20)
-
-    def job(item):
-        if threading.current_thread() is main:
-            entered.wait()
-            return  # this thread is out of work now, and waits
-        entered.wait()
-        for _ in range(presses):
-            time.sleep(0.1)
-            signal.pthread_kill(main.ident, signal.SIGINT)
-        time.sleep(0.2)
-        events.append("written")
-
-    with pytest.raises(KeyboardInterrupt):
-        run_jobs(job, range(2), on_error=lambda: events.append("wiped"))
-    assert events == ["written", "wiped"]
+def test_files_that_are_not_cached_are_read_by_many(tmp_path, monkeypatch):
+    sealed = Sealed(tmp_path / "x", [64 * CHUNK] * 8)
+    seen = []
+    real = pipeline.run_jobs
+    monkeypatch.setattr(pipeline, "run_jobs", lambda *a, **k: seen.append(k["waiting"]) or real(*a, **k))
+    read(sealed.wanted()[1])
+    monkeypatch.setattr(FileSource, "is_cached", lambda self, offset: False)
+    outs, wanted = sealed.wanted()
+    read(wanted)
+    assert seen == [False, True]
+    assert [bytes(o) for o in outs] == sealed.plain
+    assert WAITING_THREADS >= 8
 
 
-def test_an_interrupt_in_the_job_of_the_calling_thread():
-    main, events = threading.main_thread(), []
-
-    def job(item):
-        if threading.current_thread() is main:
-            raise KeyboardInterrupt
-        time.sleep(0.05)
-        events.append("written")
-
-    with pytest.raises(KeyboardInterrupt):
-        run_jobs(job, range(200), on_error=lambda: events.append("wiped"))
-    assert events[-1] == "wiped"
-    assert len(events) < 10
+def test_large_tensors_are_split_and_small_ones_travel_together(tmp_path):
+    sealed = Sealed(tmp_path / "x", [100] * 50 + [300 * CHUNK] + [100] * 50)
+    jobs = plan(sealed.wanted()[1])
+    assert sum(len(j) for j in jobs) == 100 + 300
+    assert len(jobs) == -(-300 * CHUNK // pipeline.JOB_BYTES)
+    for job in jobs:
+        assert sum(p.nbytes for p in job) <= pipeline.JOB_BYTES
+        assert all(a.place + a.nbytes == b.place for a, b in itertools.pairwise(job))
 
 
-def test_jobs_that_run_jobs():
-    done = []
-
-    def outer(i):
-        run_jobs(lambda j: done.append((i, j)), range(20))
-
-    run_jobs(outer, range(20))
-    assert len(set(done)) == 400
-
-
-def test_many_callers_at_once():
-    done, errors = [], []
-
-    def caller(n):
-        try:
-            run_jobs(lambda j: done.append((n, j)), range(50))
-        except Exception as e:  # noqa: BLE001 - looked at below
-            errors.append(e)
-
-    callers = [threading.Thread(target=caller, args=(n,)) for n in range(8)]
-    for c in callers:
-        c.start()
-    for c in callers:
-        c.join(30)
-    assert len(set(done)) == 400
-    assert not errors
+def test_only_what_is_wanted_is_read(tmp_path, monkeypatch):
+    sealed = Sealed(tmp_path / "x", [300 * CHUNK])
+    read_bytes = []
+    real = FileSource.read_into
+    monkeypatch.setattr(
+        FileSource, "read_into", lambda self, b, o: read_bytes.append(sum(map(len, b))) or real(self, b, o)
+    )
+    out = bytearray(10)
+    read([Wanted("x", sealed.parts[0], memoryview(out), 5 * CHUNK - 4, 5 * CHUNK + 6)])
+    assert bytes(out) == sealed.plain[0][5 * CHUNK - 4 : 5 * CHUNK + 6]
+    assert read_bytes == [2 * CHUNK]
 
 
-def test_one_callers_error_is_not_anothers():
-    done = []
-    run_jobs(done.append, range(10))
-    with pytest.raises(ZeroDivisionError):
-        run_jobs(lambda j: 1 // 0, range(10))
-    run_jobs(done.append, range(10))
-    assert len(done) == 20
+@pytest.mark.parametrize("page_cache", ["keep", "bypass"])
+@pytest.mark.parametrize("where", [0, 2, -1])
+def test_a_wrong_tag_wipes_everything_and_says_where(tmp_path, page_cache, where):
+    sealed = Sealed(tmp_path / "x", [*SIZES[:3], 40 * CHUNK])
+    bad = sealed.parts[where]
+    with sealed.path.open("r+b") as f:
+        f.seek(bad.offset + bad.nbytes - 1)
+        byte = f.read(1)
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([byte[0] ^ 1]))
+    outs, wanted = sealed.wanted()
+    with pytest.raises(AuthenticationError) as caught:
+        read(wanted, Options(page_cache=page_cache))
+    assert (caught.value.path, caught.value.tensor) == (str(sealed.path), wanted[where].name)
+    assert not any(map(any, outs))
 
 
-def test_changing_the_number_of_threads_meanwhile():
-    stop, errors = threading.Event(), []
-
-    def change():
-        while not stop.is_set():
-            set_threads(2)
-            set_threads(3)
-
-    changer = threading.Thread(target=change)
-    changer.start()
-    try:
-        for _ in range(200):
-            done = []
-            run_jobs(done.append, range(8))
-            if sorted(done) != list(range(8)):
-                errors.append(done)
-    finally:
-        stop.set()
-        changer.join()
-    assert not errors
+@pytest.mark.parametrize("page_cache", ["keep", "drop", "bypass"])
+def test_a_file_that_shrinks_meanwhile(tmp_path, page_cache):
+    sealed = Sealed(tmp_path / "x", [10 * CHUNK])
+    os.truncate(sealed.path, sealed.source.size - 1)
+    outs, wanted = sealed.wanted()
+    with pytest.raises(ReadError, match="truncated"):
+        read(wanted, Options(page_cache=page_cache))
+    assert not any(map(any, outs))
 
 
-def test_no_more_threads_to_be_had(monkeypatch):
-    class Broken:
-        def submit(self, work):
-            raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(pipeline, "_executor", Broken)
-    done = []
-    run_jobs(done.append, range(8))
-    assert sorted(done) == list(range(8))
+def test_scratch_memory_holds_no_plaintext_afterwards(tmp_path):
+    sealed = Sealed(tmp_path / "x", [CHUNK])
+    out = bytearray(10)
+    read([Wanted("x", sealed.parts[0], memoryview(out), 30_000, 30_010)])
+    assert bytes(out) in sealed.plain[0]
+    assert bytes(out) not in bytes(pipeline.scratch(pipeline.JOB_BYTES))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_after_a_fork_the_pool_is_a_new_one():
-    run_jobs(lambda item: None, range(8))
-    child = os.fork()
-    if child == 0:
-        done = []
-        try:
-            run_jobs(done.append, range(100))
-        finally:
-            os._exit(0 if sorted(done) == list(range(100)) else 1)
-    deadline = time.monotonic() + 20
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            break
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            pytest.fail("the child hangs")
-        time.sleep(0.01)
-    assert os.waitstatus_to_exitcode(status) == 0
-
-
-def test_the_number_of_threads():
-    assert threads() == 4
-    set_threads(None)
-    assert 1 <= threads() <= 16
+def test_clear_bytes_are_checked_whether_they_are_kept_or_not(tmp_path):
+    data = os.urandom(3 * CHUNK + 5)
+    (tmp_path / "x").write_bytes(data)
+    values = b"".join(hashlib.sha256(data[i : i + CHUNK]).digest() for i in range(0, len(data), CHUNK))
+    with FileSource(tmp_path / "x") as source:
+        good = ClearBytes(source, 0, len(data), Digests(values, CHUNK))
+        out = bytearray(len(data) - 2)
+        read([Wanted("x", good, memoryview(out), 1, len(data) - 1), Wanted("x", good, None, 0, len(data))])
+        assert bytes(out) == data[1:-1]
+        bad = ClearBytes(source, 0, len(data), Digests(values[:-1] + b"?", CHUNK))
+        read([Wanted("x", bad, None, 0, CHUNK)])
+        for target in (None, memoryview(out)):
+            with pytest.raises(AuthenticationError, match="digest"):
+                read([Wanted("x", bad, target, 1, len(data) - 1)])
+        assert not any(out)
