@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,26 +26,42 @@ def folder() -> Path:
     return path
 
 
+@contextmanager
+def locked() -> Iterator[None]:
+    """Of several benchmark processes, one at a time makes keys or data."""
+    with (folder() / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def home() -> Path:
     """``SECURE_LOADER_HOME`` of the benchmarks, with throw-away keys."""
     path = folder() / "home"
-    if not (path / "keys").exists():
-        subprocess.run(
-            [sys.executable, "-m", "secure_loader", "keygen", "bench", "--quiet"],
-            env=os.environ | {"SECURE_LOADER_HOME": str(path), "PYTHONPATH": str(ROOT / "src")},
-            stdout=subprocess.DEVNULL,
-            check=True,
-        )
+    if not path.exists():
+        with locked():
+            if not path.exists():
+                _make_keys(path)
     return path
+
+
+def _make_keys(path: Path) -> None:
+    work = path.with_name(".home")
+    shutil.rmtree(work, ignore_errors=True)
+    subprocess.run(
+        [sys.executable, "-m", "secure_loader", "keygen", "bench", "--quiet"],
+        env=os.environ | {"SECURE_LOADER_HOME": str(work), "PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    peers = {name: secrets.token_hex(32) for name in ("master", "signing", "tensorizer")}
+    (work / "peers.json").touch(mode=0o600)
+    (work / "peers.json").write_text(json.dumps(peers))
+    work.rename(path)
 
 
 def peer_keys() -> dict[str, str]:
     """Throw-away keys of the other loaders, 32 random bytes each, as hex."""
-    path = folder() / "peers.json"
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(json.dumps({name: secrets.token_hex(32) for name in ("master", "signing", "tensorizer")}))
-    return dict(json.loads(path.read_text()))
+    return dict(json.loads((home() / "peers.json").read_text()))
 
 
 def environment() -> dict[str, str]:

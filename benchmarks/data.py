@@ -5,7 +5,6 @@ Each is made once, in a process of its own (writing starts threads, and a proces
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from benchmarks import cache
 
@@ -173,13 +171,6 @@ def _is_there(data: DataSet, variant: str) -> bool:
     if not (cache.folder() / f"{data.name}.{RECIPE}" / "expected.json").exists():
         return False
     return path(data, variant).exists()
-
-
-def locked() -> Any:
-    """A lock on the cache folder, for as long as what is returned is open."""
-    file = (cache.folder() / "lock").open("w")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return file
 
 
 def sync_folder(folder: Path) -> None:

@@ -176,7 +176,7 @@ def _parse(kind: str, fields: dict[str, Any]) -> DataSet:
 def main() -> None:
     """Print why each could not be made, or null, as JSON on the last line."""
     reasons: list[str | None] = []
-    with data.locked():
+    with cache.locked():
         for kind, fields, variant in json.load(sys.stdin):
             try:
                 make(_parse(kind, fields), variant)

@@ -18,7 +18,7 @@ _INTERESTING = (
     "tensorizer-encrypted",
     "runai",
 )
-_OWNED = ("safetensors-owned-thp", "safetensors-owned", "safetensors-pread")
+_OWNED = ("safetensors-owned-thp", "safetensors-owned")
 
 
 def _cases(size: Size) -> tuple[Case, ...]:

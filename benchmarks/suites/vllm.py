@@ -37,6 +37,8 @@ _FORMATS = {
     "secure": ("--load-format secure", OURS, "secure", "secure"),
     "plain": ("--load-format auto", "vllm", "auto", "plain"),
 }
+# The level must let through the line that vLLM's own figure is in; an engine must not start processes of its own.
+_SETTINGS = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _ENGINE = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, "dtype": "bfloat16"}
 
 
@@ -131,15 +133,13 @@ def _entry(what: Model, name: str, *, engine: bool = False) -> Entry:
             memory=int(what.nbytes * 1.1) + (64 << 20),
         )
 
-    # The level must let through the line that the figure is in.
-    more = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if engine else {}
     return Entry(
         name=name,
         label=label,
         loader=loader,
         make=make,
         modules=_MODULES,
-        environment=more,
+        environment=_SETTINGS,
         data=((what, variant),),
         parameters={"bytes": what.nbytes},
     )

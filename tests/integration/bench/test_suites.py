@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 
 import pytest
 
@@ -86,9 +85,10 @@ def test_goals_name_cases_and_entries_that_exist_in_full_size():
 
 def test_a_row_is_read_and_no_whole_tensor(results):
     slice_of = results["slice"]["cases"]["row"]["entries"]
-    ours, theirs = (slice_of[name]["samples"][0]["checksum"]["bytes_read"] for name in ("secure", "cryptotensors"))
-    assert ours <= 2 * slice_of["secure"]["parameters"]["chunk_size"]
-    assert theirs > ours
+    ours, theirs = (slice_of[name]["samples"][0] for name in ("secure", "cryptotensors"))
+    assert 0 < ours["checksum"]["bytes_read"] <= 2 * slice_of["secure"]["parameters"]["chunk_size"]
+    # It decrypts the whole tensor for the first row, and keeps it.
+    assert theirs["io"]["read_calls"] >= slice_of["cryptotensors"]["parameters"]["bytes"]
 
 
 def test_tables_and_documents(results):
@@ -96,9 +96,9 @@ def test_tables_and_documents(results):
         table = report.table(name, results)
         assert table.startswith("| ")
         assert all(line == "" or (line.startswith("| ") and line.endswith(" |")) for line in table.splitlines())
-    text = "before\n<!-- bench:goals -->\nold\n<!-- /bench -->\nbetween\n<!-- bench:load -->\n<!-- /bench -->\nafter\n"
+    text = "before\n<!-- bench:goals -->\nstale table\n<!-- /bench -->\nbetween\n<!-- bench:load -->\n<!-- /bench -->\nafter\n"
     new = report.rewrite(text, results)
-    assert "old" not in new
+    assert "stale table" not in new
     assert "cryptotensors, encrypted" in new
     assert [line for line in new.splitlines() if line in ("before", "between", "after")] == [
         "before",
@@ -208,6 +208,3 @@ def test_data_lies_outside_the_checkout(monkeypatch, tmp_path):
     monkeypatch.delenv("SECURE_LOADER_BENCH_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert cache.folder() == tmp_path / "cache" / "secure_loader" / "bench"
-    keys = cache.peer_keys()
-    assert keys == cache.peer_keys() == json.loads((cache.folder() / "peers.json").read_text())
-    assert (cache.folder() / "peers.json").stat().st_mode & 0o077 == 0
