@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 
 from .atomic import atomic_file, pwrite_all
+from .output import start_writeback
 from .source import FileSource
 
 _COPY_STEP = 4 << 20
+# Handed to the system at once: it copies while the disk writes what came before, and ^C is heard in between.
+_SYSTEM_STEP = 32 << 20
 
 
 def copy_file(source: Path, target: Path) -> None:
@@ -22,7 +25,7 @@ def copy_range(source: FileSource, fd: int, read_at: int, write_at: int, length:
     """Copy part of a file into another, sharing blocks where the file system can."""
     while length:
         try:
-            n = os.copy_file_range(source.fileno(), fd, length, read_at, write_at)
+            n = os.copy_file_range(source.fileno(), fd, min(length, _SYSTEM_STEP), read_at, write_at)
         except OSError as e:
             if e.errno in (errno.ENOSPC, errno.EDQUOT):  # no other way will do better
                 raise
@@ -31,4 +34,5 @@ def copy_range(source: FileSource, fd: int, read_at: int, write_at: int, length:
             piece = source.read(read_at, min(length, _COPY_STEP))
             pwrite_all(fd, memoryview(piece), write_at)
             n = len(piece)
+        start_writeback(fd, write_at, n)
         read_at, write_at, length = read_at + n, write_at + n, length - n

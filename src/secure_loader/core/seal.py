@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,10 +33,11 @@ from .aead import (
 from .atomic import atomic_file, pwrite_all
 from .keys.jwk import MasterKey, SigningKey
 from .keys.provider import key_check_value
-from .pipeline import run_jobs
+from .output import Output, reserve
 from .policy import default_policy
+from .pool import run_jobs
 from .report import Advance, no_progress
-from .secrets import Secret, wipe
+from .secrets import Secret
 from .source import memory_file
 from .types import TensorInfo
 
@@ -46,7 +46,7 @@ MIN_WRITE_CHUNK, MAX_WRITE_CHUNK = 64 * 1024, 16 * 1024 * 1024
 
 
 class TensorBytes(Protocol):
-    """Where the plaintext of a tensor comes from."""
+    """Where the plaintext of a tensor comes from that is not in memory."""
 
     def read_into(self, out: memoryview, start: int) -> None:
         """Fill ``out`` with the tensor's bytes from ``start`` on; called from several threads."""
@@ -62,7 +62,7 @@ class PlainTensor:
         dtype: safetensors code.
         shape: Logical shape.
         nbytes: Its size.
-        data: Its bytes.
+        data: Its bytes, or what reads them. Bytes in memory are sealed from where they are, without a copy.
         encrypt: Whether it is sealed or stored in clear.
     """
 
@@ -70,7 +70,7 @@ class PlainTensor:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    data: TensorBytes
+    data: memoryview | TensorBytes
     encrypt: bool = True
 
 
@@ -161,8 +161,9 @@ def seal_bytes(tensors: Sequence[PlainTensor], metadata: Mapping[str, str], publ
 
 
 def _write(fd: int, layout: _Layout, advance: Advance) -> None:
-    os.ftruncate(fd, len(layout.prefix) + layout.body_bytes)
-    run_jobs(lambda piece: _seal_piece(fd, layout, piece, advance), layout.pieces())
+    reserve(fd, len(layout.prefix) + layout.body_bytes)
+    with Output(fd) as output:
+        run_jobs(lambda piece: _seal_piece(output, layout, piece, advance), layout.pieces())
     prefix = layout.finish()
     if len(prefix) != len(layout.prefix):
         raise FormatError("the header changed its length while it was written")
@@ -286,28 +287,30 @@ class _Layout:
         return hdr.file_prefix(self._header_json(b"", signed=True))
 
 
-def _seal_piece(fd: int, layout: _Layout, piece: _Piece, advance: Advance) -> None:
+def _seal_piece(output: Output, layout: _Layout, piece: _Piece, advance: Advance) -> None:
     tensor, cipher = layout.tensors[piece.tensor], layout.ciphers[piece.tensor]
     n = piece.stop - piece.start
-    buffer = memoryview(bytearray(n + TAG_BYTES))
-    stored = buffer[:n]
-    try:
-        try:
-            tensor.data.read_into(stored, piece.start)
-        except SecureLoaderError as e:
-            raise type(e)(e.message, hint=e.hint, path=e.path, tensor=tensor.name) from None
+    with output.buffer(n + TAG_BYTES) as sealed:
+        stored = sealed[:n]
+        if isinstance(tensor.data, memoryview):
+            plain = tensor.data[piece.start : piece.stop]
+        else:
+            plain = stored
+            try:
+                tensor.data.read_into(stored, piece.start)
+            except SecureLoaderError as e:
+                raise type(e)(e.message, hint=e.hint, path=e.path, tensor=tensor.name) from None
         if cipher is not None:
-            seal_into(cipher, layout.nonce(piece), stored, buffer)
-            layout.tags[piece.tensor][TAG_BYTES * piece.index : TAG_BYTES * (piece.index + 1)] = buffer[n:]
+            seal_into(cipher, layout.nonce(piece), plain, sealed)
+            layout.tags[piece.tensor][TAG_BYTES * piece.index : TAG_BYTES * (piece.index + 1)] = sealed[n:]
+        elif plain is not stored:
+            # Its owner may change it at any time; what is digested must be what is written.
+            stored[:] = plain
         digests = layout.digests[piece.tensor]
         for start in range(0, n, layout.digest_size):
             at = 32 * ((piece.start + start) // layout.digest_size)
             digests[at : at + 32] = hashlib.sha256(stored[start : start + layout.digest_size]).digest()
-        pwrite_all(fd, stored, len(layout.prefix) + layout.infos[piece.tensor].start + piece.start)
-    except BaseException:
-        # Plaintext may still lie in it; once sealed it is what the file holds anyway.
-        wipe(buffer)
-        raise
+        output.write(stored, len(layout.prefix) + layout.infos[piece.tensor].start + piece.start)
     advance(n)
 
 

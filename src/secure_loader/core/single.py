@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,6 @@ from .session import KeySources, Session, TrustSources
 from .source import FileSource
 from .tensors import bytes_of
 from .writer import resolve_master, resolve_signing
-
-
-@dataclass(frozen=True, slots=True)
-class _MemoryTensor:
-    """Bytes of a tensor in memory."""
-
-    view: memoryview
-
-    def read_into(self, out: memoryview, start: int) -> None:
-        out[:] = self.view[start : start + out.nbytes]
 
 
 def publication(
@@ -63,7 +52,7 @@ def plain_tensors(tensors: Mapping[str, Any], include: Sequence[str], exclude: S
         dtype, shape, view = bytes_of(tensor)
         seal = not include or any(fnmatch.fnmatchcase(name, p) for p in include)
         seal = seal and not any(fnmatch.fnmatchcase(name, p) for p in exclude)
-        out.append(PlainTensor(name, dtype, shape, view.nbytes, _MemoryTensor(view), encrypt=seal))
+        out.append(PlainTensor(name, dtype, shape, view.nbytes, view, encrypt=seal))
     return out
 
 
