@@ -15,13 +15,16 @@ from .archive import TensorFile, public_metadata
 from .atomic import atomic_file, pwrite_all, write_bytes
 from .checkpoint import Checkpoint
 from .copying import copy_file
-from .pipeline import JOB_BYTES
+from .output import reserve, start_writeback
 from .report import Advance, progress_bar
 from .secrets import wipe
 from .session import KeySources, Session, TrustSources
 from .staging import discard, staged_folder
 from .survey import plain_name
 from .writer import ModelReport, check_apart
+
+# Read at once: several chunks, so that several threads decrypt.
+_STEP = 16 << 20
 
 
 def decrypt_model(
@@ -116,17 +119,19 @@ def _write_plain(file: TensorFile, target: Path, advance: Advance) -> None:
         del doc["__metadata__"]
     prefix = hdr.file_prefix(strict_json.dumps(doc, sort_keys=False).encode(), alignment=8)
     with atomic_file(target) as fd:
+        reserve(fd, len(prefix) + header.body_bytes)
         pwrite_all(fd, memoryview(prefix), 0)
         for t in header.tensors.values():
             # Whole chunks, so that none is decrypted twice; v1 tensors come in one piece.
             granule = file.granule(t.name)
-            step = max(granule, JOB_BYTES // granule * granule)
+            step = max(granule, _STEP // granule * granule)
             buffer = memoryview(bytearray(min(step, t.nbytes)))
             try:
                 for start in range(0, t.nbytes, step):
                     view = buffer[: min(step, t.nbytes - start)]
                     file.read_into(t.name, view, start)
                     pwrite_all(fd, view, len(prefix) + t.start + start)
+                    start_writeback(fd, len(prefix) + t.start + start, view.nbytes)
                     advance(view.nbytes)
             finally:
                 wipe(buffer)
