@@ -12,6 +12,7 @@ that whatever else the machine does hits all of them alike.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import json
@@ -268,6 +269,8 @@ def sample(task: Task, *, cache: CacheState = "warm", watch: bool = False) -> Sa
 def _in_fork(task: Task, output: IO[bytes], *, watch: bool) -> dict[str, Any]:
     sys.stdout.flush()
     sys.stderr.flush()
+    # A collection in the fork would write to the header of every object that was imported, and so copy all of their pages.
+    gc.freeze()
     theirs, ours = os.pipe()
     pid = os.fork()
     if pid == 0:
