@@ -208,3 +208,12 @@ def test_data_lies_outside_the_checkout(monkeypatch, tmp_path):
     monkeypatch.delenv("SECURE_LOADER_BENCH_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert cache.folder() == tmp_path / "cache" / "secure_loader" / "bench"
+
+
+def test_documents_show_the_committed_results():
+    committed = schema.read(report.RESULTS)
+    assert all(document["size"] == "full" for document in committed.values())
+    for document in report.DOCUMENTS:
+        if document.exists():
+            text = document.read_text()
+            assert report.rewrite(text, committed) == text, "python -m benchmarks.report --write"
