@@ -6,18 +6,17 @@ nothing: it only turns strings into checked values. Whether they are true is for
 
 from __future__ import annotations
 
-import base64
 import binascii
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..errors import FormatError, NotEncryptedError, UnsupportedVersionError
 from . import strict_json
 from .aead import ALGORITHMS, CHUNK_SIZE, NONCE_BYTES, TAG_BYTES, Algorithm, chunk_count
 from .header import Header
-from .types import TensorInfo
 
 CRYPTO_KEYS = "__crypto_keys__"
 ENCRYPTION = "__encryption__"
@@ -29,6 +28,12 @@ _REQUIRED = (CRYPTO_KEYS, ENCRYPTION, POLICY, SIGNATURE)
 MIN_CHUNK_SIZE = 4096
 MAX_CHUNKS = 2**32
 MAX_RELEASE = 2**53 - 1
+# Members of a record by version, in the order in which CryptoTensors' own writer has them.
+_RECORD = {
+    "1": ("wrapped_key", "key_iv", "key_tag", "iv", "tag"),
+    "2": ("wrapped_key", "key_iv", "key_tag", "base_iv", "tags"),
+}
+_b2a = partial(binascii.b2a_base64, newline=False)
 _PRIVATE_MEMBERS = {"k", "d", "p", "q", "dp", "dq", "qi", "priv"}
 _KID = re.compile(r"[^\x00-\x1f\x7f/]{1,256}")
 _MODEL_ID = re.compile(r"[^\x00-\x1f\x7f]{1,256}")
@@ -117,6 +122,7 @@ class Envelope:
         policy: Embedded rules.
         signature: 64 bytes, Ed25519.
         profile: None for files without ours on top.
+        canonical: Whether the metadata it was read from is proven to be what :func:`metadata` writes; False says nothing.
     """
 
     version: str
@@ -128,6 +134,7 @@ class Envelope:
     policy: Policy
     signature: bytes
     profile: Profile | None
+    canonical: bool = field(default=False, compare=False)
 
 
 def is_encrypted(header: Header) -> bool:
@@ -143,6 +150,11 @@ def parse(header: Header) -> Envelope:
         FormatError: Some of it is missing, malformed, or does not fit the tensors.
         UnsupportedVersionError: A version, algorithm or profile we do not know.
     """
+    with strict_json.building(len(header.raw)):
+        return _parse(header)
+
+
+def _parse(header: Header) -> Envelope:
     meta = header.metadata
     if not is_encrypted(header):
         raise NotEncryptedError("is a plain safetensors file, not an encrypted one")
@@ -150,7 +162,7 @@ def parse(header: Header) -> Envelope:
     if missing:
         raise FormatError(f"signed files carry {', '.join(_REQUIRED)}; {', '.join(missing)} is missing: stripped?")
     strict = PROFILE in meta
-    keys = _object(meta[CRYPTO_KEYS], CRYPTO_KEYS, header)
+    keys, _ = _object(CRYPTO_KEYS, header)
     version = keys.get("version")
     if not isinstance(version, str):
         raise UnsupportedVersionError(f"{CRYPTO_KEYS} has no version string")
@@ -167,49 +179,43 @@ def parse(header: Header) -> Envelope:
     algorithm = _algorithm(enc.alg, strict=strict)
     if sign.alg != "ed25519" and (strict or sign.alg.lower() not in ("ed25519", "eddsa")):
         raise UnsupportedVersionError(f"signature algorithm {sign.alg[:40]!r} is unknown; ed25519 is supported")
-    records = _records(_object(meta[ENCRYPTION], ENCRYPTION, header), header, algorithm, chunk_size, strict=strict)
-    policy = _object(meta[POLICY], POLICY, header)
+    sealed, compact = _object(ENCRYPTION, header)
+    records = _records(sealed, header, algorithm, chunk_size, strict=strict)
+    policy, _ = _object(POLICY, header)
     if not {"local", "remote"} <= policy.keys() or not all(isinstance(p, str) for p in policy.values()):
         raise FormatError(f"{POLICY} needs the texts local and remote")
     if strict:
         _only(policy, {"local", "remote"}, POLICY)
     signature = unbase64(meta[SIGNATURE], 64, SIGNATURE)
-    profile = _profile(_object(meta[PROFILE], PROFILE, header), header, chunk_size) if strict else None
-    return Envelope(
-        version,
-        algorithm,
-        chunk_size,
-        enc,
-        sign,
-        records,
-        Policy(policy["local"], policy["remote"]),
-        signature,
-        profile,
+    rules = Policy(policy["local"], policy["remote"])
+    if not strict:
+        return Envelope(version, algorithm, chunk_size, enc, sign, records, rules, signature, None)
+    fields, compact_too = _object(PROFILE, header)
+    profile = _profile(fields, header, chunk_size)
+    # The two long ones are not written again only to be compared: compact JSON has one spelling but for the order.
+    canonical = (
+        compact
+        and compact_too
+        and _in_order(sealed)
+        and all(tuple(entry) == _RECORD[version] for entry in sealed.values())
+        and all(map(_in_order, (fields, fields["digest"], fields["digest"]["tensors"])))
+        and meta[CRYPTO_KEYS] == _keys_text(version, chunk_size, enc, sign)
+        and meta[POLICY] == _policy_text(rules)
     )
+    return Envelope(version, algorithm, chunk_size, enc, sign, records, rules, signature, profile, canonical)
 
 
 def metadata(envelope: Envelope) -> dict[str, str]:
     """The metadata strings of an envelope, all but the signature: the inverse of :func:`parse`."""
-    keys: dict[str, Any] = {"enc": envelope.enc.document(), "sign": envelope.sign.document()}
-    keys["version"] = envelope.version
-    if envelope.chunk_size is not None:
-        keys["chunk_size"] = envelope.chunk_size
-    iv, tags = ("iv", "tag") if envelope.chunk_size is None else ("base_iv", "tags")
-    # Members in the order in which CryptoTensors' own writer has them.
+    members = _RECORD["1" if envelope.chunk_size is None else "2"]
     records = {
-        name: {
-            "wrapped_key": base64_text(r.wrapped_key),
-            "key_iv": base64_text(r.key_iv),
-            "key_tag": base64_text(r.key_tag),
-            iv: base64_text(r.iv),
-            tags: base64_text(r.tags),
-        }
+        name: dict(zip(members, map(base64_text, (r.wrapped_key, r.key_iv, r.key_tag, r.iv, r.tags)), strict=True))
         for name, r in sorted(envelope.records.items())
     }
     out = {
-        CRYPTO_KEYS: strict_json.dumps(keys),
+        CRYPTO_KEYS: _keys_text(envelope.version, envelope.chunk_size, envelope.enc, envelope.sign),
         ENCRYPTION: strict_json.dumps(records, sort_keys=False),
-        POLICY: strict_json.dumps({"local": envelope.policy.local, "remote": envelope.policy.remote}),
+        POLICY: _policy_text(envelope.policy),
     }
     if envelope.profile is not None:
         p = envelope.profile
@@ -232,6 +238,15 @@ def metadata(envelope: Envelope) -> dict[str, str]:
     return out
 
 
+def _keys_text(version: str, chunk_size: int | None, enc: KeyHint, sign: KeyHint) -> str:
+    keys: dict[str, Any] = {"enc": enc.document(), "sign": sign.document(), "version": version}
+    return strict_json.dumps(keys if chunk_size is None else keys | {"chunk_size": chunk_size})
+
+
+def _policy_text(policy: Policy) -> str:
+    return strict_json.dumps({"local": policy.local, "remote": policy.remote})
+
+
 def check_created(created: object) -> str:
     """Returns ``created``; raises FormatError unless it is an RFC 3339 time in UTC, to the second."""
     if not isinstance(created, str) or not _CREATED.fullmatch(created):
@@ -248,7 +263,7 @@ def check_model_id(model_id: str) -> str:
 
 def base64_text(data: bytes) -> str:
     """Standard alphabet with padding, as CryptoTensors writes it."""
-    return base64.b64encode(data).decode("ascii")
+    return _b2a(data).decode("ascii")
 
 
 def unbase64(text: object, length: int | None, what: str) -> bytes:
@@ -256,8 +271,8 @@ def unbase64(text: object, length: int | None, what: str) -> bytes:
     if not isinstance(text, str):
         raise FormatError(f"{what} is not a string")
     try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
+        data = binascii.a2b_base64(text, strict_mode=True)
+    except ValueError:  # binascii.Error, or characters beyond ASCII
         raise FormatError(f"{what} is not base64") from None
     if base64_text(data) != text:
         raise FormatError(f"{what} is not canonical base64")
@@ -266,12 +281,34 @@ def unbase64(text: object, length: int | None, what: str) -> bytes:
     return data
 
 
-def _object(text: str, what: str, header: Header) -> dict[str, Any]:
+def _unbase64_all(texts: Mapping[str, Any], lengths: list[int], what: str) -> list[bytes]:
+    """:func:`unbase64` for a text of each tensor, by name. Loops in C; what is wrong is looked for only if something is."""
+    try:
+        data = list(map(binascii.a2b_base64, texts.values()))
+        if list(map(len, data)) == lengths and list(map(_b2a, data)) == list(map(str.encode, texts.values())):
+            return data
+    except (TypeError, ValueError):
+        pass  # not text, or not base64
+    return [
+        unbase64(text, length, f"{what} of tensor {name[:200]!r}")
+        for (name, text), length in zip(texts.items(), lengths, strict=True)
+    ]
+
+
+def _object(what: str, header: Header) -> tuple[dict[str, Any], bool]:
+    """The object in the metadata string ``what``, and whether the string is proven to be compact JSON."""
+    text = header.metadata[what]
     # Six commas a tensor in its record, one in its digest. More could only be refused after building them all.
-    doc = strict_json.loads(text, what=what, scan=True, max_items=1000 + 8 * len(header.tensors))
+    scanned = strict_json.scan_all(text, what=what, max_items=1000 + 8 * len(header.tensors))
+    doc = strict_json.loads(text, what=what, scanned=scanned)
     if not isinstance(doc, dict):
         raise FormatError(f"{what} is not a JSON object")
-    return doc
+    return doc, scanned.is_compact()
+
+
+def _in_order(doc: Mapping[str, Any]) -> bool:
+    names = list(doc)
+    return names == sorted(names)
 
 
 def _only(doc: Mapping[str, Any], allowed: set[str], what: str) -> None:
@@ -323,55 +360,43 @@ def _algorithm(alg: str, *, strict: bool) -> Algorithm:
 def _records(
     doc: Mapping[str, Any], header: Header, algorithm: Algorithm, chunk_size: int | None, *, strict: bool
 ) -> dict[str, TensorRecord]:
-    iv_name, tag_name = ("iv", "tag") if chunk_size is None else ("base_iv", "tags")
-    members = {"wrapped_key", "key_iv", "key_tag", iv_name, tag_name}
-    records: dict[str, TensorRecord] = {}
-    nonces: set[bytes] = set()
+    members = _RECORD["1" if chunk_size is None else "2"]
+    known = set(members)
     for name, entry in doc.items():
         if name not in header.tensors:
             raise FormatError(f"{ENCRYPTION} names it, but the file holds no such tensor", tensor=name[:200])
-        if not isinstance(entry, dict) or not members <= entry.keys():
-            raise FormatError(f"its encryption record needs {', '.join(sorted(members))}", tensor=name[:200])
-        if strict:
-            _only(entry, members, f"the encryption record of {name[:200]!r}")
-        record = _record(entry, header.tensors[name], algorithm, chunk_size, iv_name, tag_name)
-        if record.key_iv in nonces:
-            # Two DEKs wrapped under one master key and nonce give both away.
-            raise FormatError("its key_iv is used by another tensor as well", tensor=name[:200])
-        nonces.add(record.key_iv)
-        records[name] = record
+        if not isinstance(entry, dict) or not known <= entry.keys():
+            raise FormatError(f"its encryption record needs {', '.join(sorted(known))}", tensor=name[:200])
+        if strict and len(entry) > len(known):
+            _only(entry, known, f"the encryption record of {name[:200]!r}")
+    sizes = [header.tensors[name].nbytes for name in doc]
+    if chunk_size is None:
+        # v1 seals a tensor in one call, and an empty one not at all.
+        chunks = [int(n > 0) for n in sizes]
+        ivs = [NONCE_BYTES * n for n in chunks]
+    else:
+        chunks = [chunk_count(n, chunk_size) for n in sizes]
+        ivs = [NONCE_BYTES] * len(doc)
+    tags = [TAG_BYTES * n for n in chunks]
+    wrapping = [[n] * len(doc) for n in (algorithm.key_bytes, NONCE_BYTES, TAG_BYTES)]
+    columns = [
+        _unbase64_all({name: entry[member] for name, entry in doc.items()}, lengths, member)
+        for member, lengths in zip(members, [*wrapping, ivs, tags], strict=True)
+    ]
+    records = dict(zip(doc, map(TensorRecord, *columns), strict=True))
+    _check_nonces(records)
+    for name, iv, n in zip(doc, columns[3], chunks, strict=True):
+        if chunk_size is not None and int.from_bytes(iv[8:], "big") + n > MAX_CHUNKS:
+            raise FormatError("its chunk counter would overflow", tensor=name[:200])
     return records
 
 
-def _record(
-    entry: Mapping[str, Any],
-    info: TensorInfo,
-    algorithm: Algorithm,
-    chunk_size: int | None,
-    iv_name: str,
-    tag_name: str,
-) -> TensorRecord:
-    what = f"of tensor {info.name[:200]!r}"
-    if chunk_size is None:
-        # v1 seals a tensor in one call, and an empty one not at all.
-        iv_bytes, tag_bytes = (NONCE_BYTES, TAG_BYTES) if info.nbytes else (0, 0)
-    else:
-        chunks = chunk_count(info.nbytes, chunk_size)
-        if chunks > MAX_CHUNKS:
-            raise FormatError(f"{chunks:,} chunks are too many", tensor=info.name[:200])
-        iv_bytes, tag_bytes = NONCE_BYTES, TAG_BYTES * chunks
-    record = TensorRecord(
-        wrapped_key=unbase64(entry["wrapped_key"], algorithm.key_bytes, f"wrapped_key {what}"),
-        key_iv=unbase64(entry["key_iv"], NONCE_BYTES, f"key_iv {what}"),
-        key_tag=unbase64(entry["key_tag"], TAG_BYTES, f"key_tag {what}"),
-        iv=unbase64(entry[iv_name], iv_bytes, f"{iv_name} {what}"),
-        tags=unbase64(entry[tag_name], tag_bytes, f"{tag_name} {what}"),
-    )
-    if chunk_size is not None:
-        last = int.from_bytes(record.iv[8:], "big") + chunk_count(info.nbytes, chunk_size) - 1
-        if last >= 2**32:
-            raise FormatError("its chunk counter would overflow", tensor=info.name[:200])
-    return record
+def _check_nonces(records: Mapping[str, TensorRecord]) -> None:
+    """Two DEKs wrapped under one master key and nonce give both away."""
+    seen = {record.key_iv: name for name, record in records.items()}
+    if len(seen) < len(records):
+        name = next(name for name, record in records.items() if seen[record.key_iv] != name)
+        raise FormatError("its key_iv is used by another tensor as well", tensor=name[:200])
 
 
 def _profile(doc: Mapping[str, Any], header: Header, chunk_size: int | None) -> Profile:
@@ -416,8 +441,5 @@ def _digests(doc: Any, header: Header, chunk_size: int | None) -> tuple[int, dic
         raise FormatError("digest.chunk_size differs from the chunk size of the file")
     if not isinstance(tensors, dict) or tensors.keys() != header.tensors.keys():
         raise FormatError("digest.tensors must name exactly the tensors of the file")
-    digests = {}
-    for name, text in tensors.items():
-        pieces = -(-header.tensors[name].nbytes // size)
-        digests[name] = unbase64(text, 32 * pieces, f"digest of tensor {name[:200]!r}")
-    return size, digests
+    lengths = [32 * -(-header.tensors[name].nbytes // size) for name in tensors]
+    return size, dict(zip(tensors, _unbase64_all(tensors, lengths, "digest"), strict=True))

@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from ..errors import FormatError
@@ -22,7 +23,9 @@ MAX_TENSORS = 1_000_000
 MAX_DIMS = 1000  # torch has no limit of its own, and safetensors none at all
 MAX_BODY_BYTES = 2**63 - 1
 BODY_ALIGNMENT = 4096  # profile 1: O_DIRECT and GPUDirect Storage can read the body where it lies
-_ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
+_METADATA = "__metadata__"
+_ENTRY_FIELDS = ("dtype", "shape", "data_offsets")  # in their canonical order
+_ENTRY_SET = set(_ENTRY_FIELDS)
 LENGTH = struct.Struct("<Q")
 
 
@@ -36,6 +39,7 @@ class Header:
         raw: The N bytes as read, padding included.
         body_bytes: Size of the body.
         has_metadata: Whether ``__metadata__`` was there at all.
+        canonical: Whether ``raw`` is proven to be in canonical form, padding included; False says nothing.
     """
 
     metadata: dict[str, str]
@@ -43,6 +47,7 @@ class Header:
     raw: bytes
     body_bytes: int
     has_metadata: bool = True
+    canonical: bool = False
 
     @property
     def body_start(self) -> int:
@@ -58,7 +63,7 @@ class Header:
 
 def canonical_json(metadata: Mapping[str, str], tensors: Iterable[TensorInfo]) -> bytes:
     """The canonical JSON of a header: metadata keys sorted, tensors in the order given, no spaces, UTF-8 unescaped."""
-    doc: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    doc: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))}
     for t in tensors:
         doc[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.start, t.stop]}
     return json.dumps(doc, ensure_ascii=False, separators=(",", ":")).encode()
@@ -66,14 +71,18 @@ def canonical_json(metadata: Mapping[str, str], tensors: Iterable[TensorInfo]) -
 
 def file_prefix(text: bytes, alignment: int = BODY_ALIGNMENT) -> bytes:
     """Length field, JSON and the fewest spaces that put the body on a multiple of ``alignment``."""
-    padding = -(LENGTH.size + len(text)) % alignment
-    raw = len(text) + padding
+    raw = padded_length(len(text), alignment)
     if raw > MAX_HEADER_BYTES:
         raise FormatError(
             f"the header would take {raw:,} bytes; at most {MAX_HEADER_BYTES:,} are allowed",
             hint="split the model into more shards or use a larger chunk size",
         )
-    return LENGTH.pack(raw) + text + b" " * padding
+    return LENGTH.pack(raw) + text.ljust(raw)
+
+
+def padded_length(length: int, alignment: int = BODY_ALIGNMENT) -> int:
+    """Length N of a header whose JSON takes ``length`` bytes, with the fewest spaces behind it."""
+    return length + -(LENGTH.size + length) % alignment
 
 
 def parse_length(prefix: bytes, file_bytes: int) -> int:
@@ -96,13 +105,14 @@ def parse_length(prefix: bytes, file_bytes: int) -> int:
     return n
 
 
-def parse(raw: bytes, body_bytes: int) -> Header:
+def parse(raw: bytes, body_bytes: int, scanned: strict_json.Scanner | None = None) -> Header:
     """Parse and check a whole header.
 
     Args:
         raw: The N header bytes. They must have passed a :class:`strict_json.Scanner`, which bounds what parsing them
             may cost; :func:`core.source.read_header` does that while it reads.
         body_bytes: File size less 8 + N.
+        scanned: That scanner, for what it knows already.
 
     Returns:
         The header; its tensors exactly cover the body.
@@ -115,18 +125,34 @@ def parse(raw: bytes, body_bytes: int) -> Header:
     text = raw.rstrip(b" ")
     if not text.endswith(b"}"):
         raise FormatError("the header does not end with '}' and spaces")
-    doc = strict_json.loads(text, what="header")
+    with strict_json.building(len(raw)):
+        return _parse(raw, text, body_bytes, scanned)
+
+
+def _parse(raw: bytes, text: bytes, body_bytes: int, scanned: strict_json.Scanner | None) -> Header:
+    doc = strict_json.loads(text, what="header", scanned=scanned)
     if not isinstance(doc, dict):
         raise FormatError("the header is not a JSON object")
-    has_metadata = "__metadata__" in doc
-    metadata = _metadata(doc.pop("__metadata__", {}))
+    first = next(iter(doc), None)
+    has_metadata = _METADATA in doc
+    metadata = _metadata(doc.pop(_METADATA, {}))
     if len(doc) > MAX_TENSORS:
         raise FormatError(f"{len(doc):,} tensors; at most {MAX_TENSORS:,} are allowed")
     tensors = [_tensor(name, entry) for name, entry in doc.items()]
+    # Compact JSON has one spelling but for the order of members.
+    canonical = (
+        scanned is not None
+        and scanned.is_compact(padding=len(raw) - len(text))
+        and len(raw) == padded_length(len(text))
+        and first == _METADATA
+        and list(metadata) == sorted(metadata)
+        and all(tuple(entry) == _ENTRY_FIELDS for entry in doc.values())
+        and tensors == sorted(tensors, key=attrgetter("start", "stop", "name"))
+    )
     # sort() is stable: tensors with equal offsets (empty ones) keep the file's own order, which the signature covers.
-    tensors.sort(key=lambda t: (t.start, t.stop))
+    tensors.sort(key=attrgetter("start", "stop"))
     _check_cover(tensors, body_bytes)
-    return Header(metadata, {t.name: t for t in tensors}, raw, body_bytes, has_metadata)
+    return Header(metadata, {t.name: t for t in tensors}, raw, body_bytes, has_metadata, canonical)
 
 
 def _metadata(value: Any) -> dict[str, str]:
@@ -139,19 +165,21 @@ def _metadata(value: Any) -> dict[str, str]:
 
 
 def _tensor(name: str, entry: Any) -> TensorInfo:
-    if not isinstance(entry, dict) or entry.keys() != _ENTRY_FIELDS:
+    if not isinstance(entry, dict) or entry.keys() != _ENTRY_SET:
         raise FormatError("its header entry must have exactly dtype, shape and data_offsets", tensor=name[:200])
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise FormatError(f"unknown dtype {str(dtype)[:40]!r}", tensor=name[:200])
-    if not isinstance(shape, list) or not all(strict_json.is_count(n) for n in shape):
+    if not isinstance(shape, list):
         raise FormatError("its shape is not a list of whole numbers", tensor=name[:200])
     if len(shape) > MAX_DIMS:
         raise FormatError(f"{len(shape):,} dimensions; at most {MAX_DIMS} are allowed", tensor=name[:200])
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(strict_json.is_count(n) for n in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or {*map(type, offsets)} != {int}:
         raise FormatError("its data_offsets are not two whole numbers", tensor=name[:200])
     bits = DTYPES[dtype].bits
     for n in shape:
+        if type(n) is not int:  # strict_json.loads lets no negative or large one through
+            raise FormatError("its shape is not a list of whole numbers", tensor=name[:200])
         bits *= n
         if bits > MAX_BODY_BYTES:
             raise FormatError("its shape overflows", tensor=name[:200])

@@ -196,26 +196,28 @@ def read_header(source: FileSource) -> hdr.Header:
         n = hdr.parse_length(source.read(0, min(hdr.LENGTH.size, source.size)), source.size)
         if n > _KEEP_UNSCANNED:
             _scan(source, n)
-        raw = bytearray(n)
-        _scan(source, n, keep=memoryview(raw))
-        return hdr.parse(bytes(raw), source.size - hdr.LENGTH.size - n)
+        raw = source.read(hdr.LENGTH.size, n)
+        scanner = _scanner()
+        scanner.feed(raw)
+        scanner.finish()
+        return hdr.parse(raw, source.size - hdr.LENGTH.size - n, scanner)
     except FormatError as e:
         if e.path is not None:
             raise
         raise type(e)(e.message, hint=e.hint, path=source.path, tensor=e.tensor) from None
 
 
-def _scan(source: FileSource, n: int, keep: memoryview | None = None) -> None:
+def _scan(source: FileSource, n: int) -> None:
+    scanner = _scanner()
+    for start in range(0, n, _PIECE):
+        scanner.feed(source.read(hdr.LENGTH.size + start, min(_PIECE, n - start)))
+    scanner.finish()
+
+
+def _scanner() -> strict_json.Scanner:
     # An entry has seven commas when its tensor has four dimensions; metadata are few. Without the bound millions of
     # tiny strings or numbers would be built before anything could refuse them.
-    scanner = strict_json.Scanner(max_items=100_000, per_object=16)
-    scratch = memoryview(bytearray(min(_PIECE, n)))
-    for start in range(0, n, _PIECE):
-        length = min(_PIECE, n - start)
-        view = scratch[:length] if keep is None else keep[start : start + length]
-        source.read_into([view], hdr.LENGTH.size + start)
-        scanner.feed(bytes(view))
-    scanner.finish()
+    return strict_json.Scanner(max_items=100_000, per_object=16)
 
 
 def memory_file() -> BinaryIO:

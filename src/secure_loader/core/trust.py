@@ -157,6 +157,13 @@ class VerifiedHeader:
 
 def signed_bytes(header: Header) -> bytes:
     """What ``__signature__`` covers: the canonical header without it."""
+    if header.canonical:
+        # Cut out of the bytes as they are. Nothing else can look like it: inside a string the quotes would be escaped, and
+        # what belongs to a tensor is no string.
+        member = f',"{SIGNATURE}":"{header.metadata.get(SIGNATURE)}"'.encode()
+        before, found, after = header.raw.rstrip(b" ").rpartition(member)
+        if found:
+            return before + after
     return header.canonical_json(without=[SIGNATURE])
 
 
@@ -177,11 +184,13 @@ def verify_header(header: Header, envelope: Envelope, trust: TrustStore) -> Veri
 
 def _check_canonical(header: Header, envelope: Envelope) -> None:
     """Under profile 1 everything is written in one way only, so the signature covers the bytes, not a reading of them."""
-    ordered = sorted(header.tensors.values(), key=lambda t: (t.start, t.stop, t.name))
-    again = metadata(envelope)
-    if file_prefix(canonical_json(header.metadata, ordered))[LENGTH.size :] != header.raw or any(
-        header.metadata[name] != text for name, text in again.items()
-    ):
+    canonical = header.canonical
+    if not canonical:
+        ordered = sorted(header.tensors.values(), key=lambda t: (t.start, t.stop, t.name))
+        canonical = file_prefix(canonical_json(header.metadata, ordered))[LENGTH.size :] == header.raw
+    if canonical and not envelope.canonical:
+        canonical = all(header.metadata[name] == text for name, text in metadata(envelope).items())
+    if not canonical:
         raise SignatureError("the header is not in canonical form: rewritten after signing")
 
 

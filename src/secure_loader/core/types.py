@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,8 @@ class ByteRange:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor as the header describes it.
+class TensorInfo(NamedTuple):
+    """One tensor as the header describes it. A tuple, because a header may hold a million of them.
 
     Attributes:
         name: Its key in the file.
