@@ -44,20 +44,22 @@ def evict(paths: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
     """Drop files from the page cache. What the disk, or the host of a virtual machine, keeps is out of reach.
 
     Returns:
-        The means that were used: ``fadvise`` always, ``drop_caches`` where the system permits it.
+        The means that were used: ``fadvise``, which needs no privilege; and ``drop_caches``, which empties the cache of the
+        whole system, only where the first was not enough and the system permits it.
     """
     os.sync()  # dirty pages stay otherwise
+    paths = list(paths)
     for path in paths:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-    try:
-        _DROP_CACHES.write_text("1\n")
-    except OSError:
-        return ("fadvise",)
-    return ("fadvise", "drop_caches")
+    if any(resident(path) for path in paths):
+        with contextlib.suppress(OSError):
+            _DROP_CACHES.write_text("1\n")
+            return ("fadvise", "drop_caches")
+    return ("fadvise",)
 
 
 def resident(path: str | os.PathLike[str]) -> float:
