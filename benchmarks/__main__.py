@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where results go")
     parser.add_argument("--quiet", action="store_true", help="only one line for each suite")
     arguments = parser.parse_args()
+    # Asked to stop, leave by way of the exceptions that stop workers and delete what is too big to be kept.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     os.environ.update(cache.environment())
     out = arguments.out or (RESULTS if arguments.size == "full" else TINY_RESULTS)
     start = time.monotonic()

@@ -121,6 +121,7 @@ def _measure_case(
     case: Case, entries: list[Entry], workers: _Workers, repetitions: int, tell: Callable[[str], None]
 ) -> dict[str, Result]:
     tell(f"-- {case.title}")
+    os.sync()  # what was written before is not written while others are measured
     by_name = {entry.name: entry for entry in entries}
 
     def take(task: Task, *, cache: str, watch: bool) -> Sample:
