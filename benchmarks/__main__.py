@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks import cache, data
@@ -46,13 +47,14 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     os.environ.update(cache.environment())
+    tell = (lambda _: None) if arguments.quiet else partial(print, flush=True)
     out = arguments.out or (RESULTS if arguments.size == "full" else TINY_RESULTS)
     start = time.monotonic()
     suites = [find(name) for name in arguments.only or NAMES]
     make_data(suites, arguments.size)
     made = time.monotonic() - start
     for suite in suites:
-        document = run_suite(suite, arguments.size, arguments.reps, (lambda _: None) if arguments.quiet else print)
+        document = run_suite(suite, arguments.size, arguments.reps, tell)
         target = write(document, out)
         print(f"== {suite.name}: {document['seconds']:.0f} s, {target.name}", flush=True)
         for goal in document["goals"]:
