@@ -33,6 +33,8 @@ def make(what: DataSet, variant: str) -> None:
     if not target.exists():
         if shutil.disk_usage(cache.folder()).free < what.nbytes + _SPARE:
             raise CannotMakeError(f"not enough disk for {what.nbytes / 1e9:.1f} GB")
+        if _available_memory() < 2 * what.nbytes:  # the tensors, and the file in the page cache
+            raise CannotMakeError(f"not enough memory for {what.nbytes / 1e9:.1f} GB")
         target.parent.mkdir(exist_ok=True)
         if isinstance(what, Model):
             _make_model(what, variant, target)
@@ -41,6 +43,11 @@ def make(what: DataSet, variant: str) -> None:
     if variant == "plain" and not note.exists():
         note.parent.mkdir(exist_ok=True)
         note.write_text(json.dumps({"digest": digest(peers.load_plain(data.weight_files(what, "plain")))}))
+
+
+def _available_memory() -> int:
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def random_tensors(shapes: data.Shapes) -> dict[str, torch.Tensor]:
