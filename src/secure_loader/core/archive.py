@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from ..errors import ConfigError, NotEncryptedError, ReadError, SecureLoaderError, TensorNameError
+from ..errors import ConfigError, NotEncryptedError, OutOfMemoryError, ReadError, SecureLoaderError, TensorNameError
 from . import slicing
 from .envelope import Envelope, Profile
 from .header import Header
@@ -393,7 +393,7 @@ class TensorSlice:
         if file.can_map(info):
             file.read([w for r in plan.ranges for w in file.check_clear(info.name, r.start, r.stop)])
             return fw.to_device(_mapped(file, fw, info)[index], self._device)
-        owner, out = empty(fw, plan.nbytes)
+        owner, out = _memory(fw, plan.nbytes)
         at, wanted = 0, []
         for r in plan.ranges:
             wanted.append(file.wanted(info.name, out[at : at + len(r)], r.start))
@@ -411,9 +411,19 @@ def _whole(file: TensorFile, fw: Framework, info: TensorInfo) -> Any:
     if file.can_map(info):
         file.read(file.check_clear(info.name))
         return _mapped(file, fw, info)
-    owner, out = empty(fw, info.nbytes)
+    owner, out = _memory(fw, info.nbytes)
     file.read_into(info.name, out)
     return fw.view(owner, info.dtype, info.shape)
+
+
+def _memory(fw: Framework, nbytes: int) -> tuple[Any, memoryview]:
+    try:
+        return empty(fw, nbytes)
+    except SecureLoaderError:
+        raise
+    except (MemoryError, RuntimeError):
+        # As the allocators of numpy and of torch say it.
+        raise OutOfMemoryError(f"{nbytes:,} bytes of memory are not to be had") from None
 
 
 def _mapped(file: TensorFile, fw: Framework, info: TensorInfo) -> Any:

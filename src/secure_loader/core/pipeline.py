@@ -18,7 +18,7 @@ from typing import Protocol
 from ..errors import AuthenticationError, KeyAccessError, SecureLoaderError
 from .aead import TAG_BYTES, Cipher, chunk_nonce, open_into
 from .memory import HUGE_PAGE, Region, populate
-from .pool import run_jobs
+from .pool import CLEANING_TRIES, insist, run_jobs
 from .secrets import wipe
 from .source import DIRECT_ALIGN, FileSource
 
@@ -239,8 +239,17 @@ def read(wanted: Sequence[Wanted], options: Options = Options()) -> None:
         Exception: Whatever else came up first; in any case all destinations were wiped.
     """
     jobs = plan(wanted)
-    run_jobs(lambda job: run(job, options), jobs, on_error=lambda: wipe_all(wanted), waiting=will_wait(jobs, options))
-    release(jobs, options)
+
+    def clean_up() -> None:
+        wipe_all(wanted)
+
+    run_jobs(lambda job: run(job, options), jobs, on_error=clean_up, waiting=will_wait(jobs, options))
+    try:
+        release(jobs, options)
+    except BaseException:
+        # A signal, at the last moment: nobody gets to see what was read.
+        insist(clean_up, CLEANING_TRIES)
+        raise
 
 
 def release(jobs: Sequence[Sequence[Piece]], options: Options) -> None:
@@ -254,8 +263,8 @@ def release(jobs: Sequence[Sequence[Piece]], options: Options) -> None:
         spans[source] = min(low, start), max(high, stop)
     for source, (low, high) in spans.items():
         # In one go and with its surroundings: the system caches in pieces of up to a huge page, and only drops whole ones.
-        low = low // HUGE_PAGE * HUGE_PAGE
-        source.drop_cache(low, -(-high // HUGE_PAGE) * HUGE_PAGE - low)
+        start, stop = low // HUGE_PAGE * HUGE_PAGE, -(-high // HUGE_PAGE) * HUGE_PAGE
+        source.drop_cache(start, stop - start)
 
 
 def will_wait(jobs: Sequence[Sequence[Piece]], options: Options) -> bool:

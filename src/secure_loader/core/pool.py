@@ -6,6 +6,7 @@ One synchronous reader gets a third of what a disk can do (docs/performance.md),
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,9 @@ from typing import TypeVar
 _T = TypeVar("_T")
 # Reads in flight while files are not in the page cache.
 WAITING_THREADS = 16
+
+# More often than anybody presses ^C within the few milliseconds that wiping takes.
+CLEANING_TRIES = 8
 
 _pool_lock = threading.Lock()
 _pools: dict[bool, ThreadPoolExecutor] = {}
@@ -82,8 +86,39 @@ def run_jobs(
         _fan_out(job, items, lambda work: submit(work, workers - 1, waiting=waiting))
     except BaseException:
         if on_error is not None:
-            on_error()
+            insist(on_error, CLEANING_TRIES)
         raise
+
+
+class _Helpers:
+    """Threads that help the calling one, for as long as it wants.
+
+    A signal may raise between any two steps of the calling thread, so it counts nothing up and down. And these are plain
+    locks: the ``with`` of a Condition is written in Python, and can be interrupted while it holds its lock, for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._busy: list[threading.Lock] = []
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Work, in the thread of a helper, unless it comes too late."""
+        mine = threading.Lock()
+        with mine:
+            with self._lock:
+                if self._closed:
+                    return
+                self._busy.append(mine)
+            work()
+
+    def dismiss(self) -> None:
+        """Let nobody begin any more, and wait for those who have. May be called again after an interruption."""
+        with self._lock:
+            self._closed = True
+        for one in self._busy:
+            with one:
+                pass
 
 
 def _fan_out(
@@ -92,44 +127,31 @@ def _fan_out(
     start: Callable[[Callable[[], None]], Iterator[Future[None]]],
 ) -> None:
     todo: Iterator[_T] = iter(items)
-    changed = threading.Condition()
-    running = 0
     failed: list[BaseException] = []
+    lock, helpers = threading.Lock(), _Helpers()
 
     def work() -> None:
-        nonlocal running
         while True:
-            with changed:
+            with lock:
                 item = None if failed else next(todo, None)
-                if item is None:
-                    return
-                running += 1
+            if item is None:
+                return
             try:
                 job(item)
             except BaseException as e:  # noqa: BLE001 - raised again below, in the caller's thread
                 failed.append(e)
-            finally:
-                with changed:
-                    running -= 1
-                    changed.notify_all()
 
-    helpers: list[Future[None]] = []
     try:
-        helpers.extend(start(work))
+        for _ in start(lambda: helpers.run(work)):
+            pass
         work()
     except BaseException as e:  # noqa: BLE001 - a signal in this thread, say; raised again below
         failed.append(e)
-    # Until no job runs any more nobody may wipe or reuse the destination, however often the user presses ^C.
-    while True:
-        try:
-            for helper in helpers:
-                helper.cancel()
-            with changed:
-                while running:
-                    changed.wait()
-            break
-        except BaseException as e:  # noqa: BLE001 - as above
-            failed.append(e)
+    # Until no job runs any more nobody may wipe or reuse the destination.
+    try:
+        insist(helpers.dismiss)
+    except BaseException as e:  # noqa: BLE001 - as above
+        failed.append(e)
     if failed:
         error = failed[0]
         # An error and the frame that raises it would keep each other, and all buffers in sight, until the garbage
@@ -139,6 +161,32 @@ def _fan_out(
             raise error
         finally:
             del error
+
+
+def insist(action: Callable[[], None], tries: int | None = None) -> None:
+    """Call an action until it comes to its end, however often the user presses ^C meanwhile.
+
+    Args:
+        action: May be called again after it was interrupted.
+        tries: How often to begin, for an action that may fail for reasons of its own; None: until it succeeds.
+
+    Raises:
+        BaseException: The first interruption, once the action was done.
+    """
+    interrupted: BaseException | None = None
+    for _ in itertools.count() if tries is None else range(tries):
+        try:
+            action()
+        except BaseException as e:  # noqa: BLE001 - raised again below
+            interrupted = interrupted or e
+        else:
+            break
+    if interrupted is not None:
+        # As in _fan_out: no cycle of error and frame.
+        try:
+            raise interrupted
+        finally:
+            del interrupted
 
 
 def submit(work: Callable[[], None], n: int, *, waiting: bool = False) -> Iterator[Future[None]]:

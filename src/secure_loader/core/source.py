@@ -64,14 +64,21 @@ class FileSource:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, name: str = "<bytes>") -> Self:
-        """A file in memory with a copy of ``data``, so that nobody can change it while it is being checked."""
-        with memory_file() as file:
-            file.write(data)
-            file.flush()
-            source = cls.__new__(cls)
-            source.path, source.size = name, file.tell()
-            source._direct_fd, source._lock = -1, threading.Lock()  # noqa: SLF001 - a constructor
-            source._fd = os.dup(file.fileno())  # noqa: SLF001 - a constructor
+        """A file in memory with a copy of ``data``, so that nobody can change it while it is being checked.
+
+        Raises:
+            SourceError: The system gives no descriptor or no memory for it.
+        """
+        source = cls.__new__(cls)
+        source.path, source._direct_fd, source._lock = name, -1, threading.Lock()  # noqa: SLF001 - a constructor
+        try:
+            with memory_file() as file:
+                file.write(data)
+                file.flush()
+                source.size = file.tell()
+                source._fd = os.dup(file.fileno())  # noqa: SLF001 - a constructor
+        except OSError as e:
+            raise SourceError(f"cannot be kept in memory: {e.strerror}", path=name) from None
         return source
 
     def fileno(self) -> int:
@@ -169,10 +176,11 @@ class FileSource:
 
     def close(self) -> None:
         """Close the file; harmless when done twice."""
-        for fd in (self._fd, self._direct_fd):
+        # Forgotten first: a number that is closed twice, because a signal came between, may be another file's by then.
+        fds, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, -1
+        for fd in fds:
             if fd is not None and fd >= 0:
                 os.close(fd)
-        self._fd = self._direct_fd = -1
 
     def __enter__(self) -> Self:
         return self
