@@ -98,10 +98,12 @@ TINY_MODEL = Model("tiny-model", "tiny", 1_500_000)
 
 
 def uniform(name: str, nbytes: int, count: int) -> StateDict:
-    """``count`` tensors of equal size, ``nbytes`` in all or a little less."""
+    """``count`` tensors of equal size, ``nbytes`` in all or a little less; the size becomes part of the name."""
     each = nbytes // count // 2
     shape = (each // 1024, 1024) if each % 1024 == 0 else (each,)
-    return StateDict(name, tuple((f"blocks.{number:05}.weight", shape) for number in range(count)))
+    return StateDict(
+        f"{name}-{nbytes // 1_000_000}mb", tuple((f"blocks.{number:05}.weight", shape) for number in range(count))
+    )
 
 
 def path(data: DataSet, variant: str) -> Path:

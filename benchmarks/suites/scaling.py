@@ -17,10 +17,10 @@ _EVERYBODY = ("secure", "safetensors-owned-thp", "cryptotensors")
 def _by_size(size: Size) -> dict[float, StateDict]:
     """By GB."""
     if size == "tiny":
-        return {0.002: uniform("size-2", 2 * MB, 4), 0.004: uniform("size-4", 4 * MB, 8)}
+        return {0.002: uniform("size", 2 * MB, 4), 0.004: uniform("size", 4 * MB, 8)}
     return {
-        0.1: uniform("size-100", 100 * MB, 12),
-        0.4: uniform("size-400", 400 * MB, 50),
+        0.1: uniform("size", 100 * MB, 12),
+        0.4: uniform("size", 400 * MB, 50),
         1.2: QWEN3_06B,
         4.0: QWEN3_4B_PART,
         8.0: _biggest(),
@@ -28,7 +28,7 @@ def _by_size(size: Size) -> dict[float, StateDict]:
 
 
 def _biggest() -> StateDict:
-    return uniform("size-8000", 8000 * MB, 1000)
+    return uniform("size", 8000 * MB, 1000)
 
 
 def _case(axis: str, x: float, what: StateDict, entries: tuple[Entry, ...]) -> Case:
@@ -52,7 +52,7 @@ def _cases(size: Size) -> tuple[Case, ...]:
     for count in (100, 1_000, 10_000) if full else (10, 100):
         what = uniform(f"tensors-{count}", 512 << 20 if full else 1 << 20, count)
         cases.append(_case("tensors", count, what, _entries("tensors", count, what, _EVERYBODY)))
-    what = QWEN3_06B if full else uniform("size-4", 4 * MB, 8)
+    what = QWEN3_06B if full else uniform("size", 4 * MB, 8)
     for count in (1, 2):
         settings = {"SECURE_LOADER_THREADS": str(count), "RAYON_NUM_THREADS": str(count)}
         chosen = _entries("threads", count, what, _EVERYBODY, environment=settings, threads=count)
