@@ -60,15 +60,17 @@ class Destinations:
         self.checked = 0
         self.bad: list[str] = []
 
-    def read(self, wanted: Any, *options: Any) -> None:
+    def read(self, wanted: Any, options: Any) -> None:
         """As :func:`core.pipeline.read`."""
         outs = [w.out for w in wanted if w.out is not None]
         for out in outs:
             np.frombuffer(out, np.uint8)[:] = _BEFORE
         try:
-            self._real(wanted, *options)
+            self._real(wanted, options)
         except BaseException as e:
-            self._failed.append((e, outs))
+            # A signal in this very frame comes before the read or after its good end.
+            if e.__traceback__.tb_next is not None:
+                self._failed.append((e, outs))
             raise
 
     def check(self) -> None:

@@ -84,3 +84,35 @@ def test_loads_without_memory(tmp_path, seed):
     report = stress(tmp_path, seed, loads, "out_of_address_space", "none")
     judge(report, seed, loads)
     assert report["faults"]["out_of_address_space"].get("OutOfMemoryError", 0) >= loads // 8, report["faults"]
+
+
+FORKS = """
+import os, signal, sys, threading, time
+from secure_loader.core import rollback
+read, inside = rollback._read, threading.Event()
+def slow(folder):
+    inside.set()
+    time.sleep(0.2)
+    return read(folder)
+rollback._read = slow
+thread = threading.Thread(target=rollback.check_release, args=("model", "signer", 1))
+thread.start()
+inside.wait()
+child = os.fork()
+rollback._read = read
+if child == 0:
+    signal.alarm(5)
+    rollback.check_release("model", "signer", 1)
+    os._exit(0)
+thread.join()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.xfail(
+    reason="the child inherits the lock on the record of releases, and waits for itself; so does everybody else",
+    strict=True,
+)
+def test_a_fork_while_another_thread_opens_a_file():
+    path = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    assert subprocess.run([sys.executable, "-c", FORKS], env=path, check=False, timeout=60).returncode == 0
