@@ -97,17 +97,18 @@ class _Helpers:
     locks: the ``with`` of a Condition is written in Python, and can be interrupted while it holds its lock, for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, work: Callable[[], None]) -> None:
         self._lock = threading.Lock()
-        self._closed = False
+        self._work: Callable[[], None] | None = work
         self._busy: list[threading.Lock] = []
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self) -> None:
         """Work, in the thread of a helper, unless it comes too late."""
         mine = threading.Lock()
         with mine:
             with self._lock:
-                if self._closed:
+                work = self._work
+                if work is None:
                     return
                 self._busy.append(mine)
             work()
@@ -115,7 +116,8 @@ class _Helpers:
     def dismiss(self) -> None:
         """Let nobody begin any more, and wait for those who have. May be called again after an interruption."""
         with self._lock:
-            self._closed = True
+            # Whoever comes late, or never, must not keep files and buffers in sight.
+            self._work = None
         for one in self._busy:
             with one:
                 pass
@@ -128,7 +130,7 @@ def _fan_out(
 ) -> None:
     todo: Iterator[_T] = iter(items)
     failed: list[BaseException] = []
-    lock, helpers = threading.Lock(), _Helpers()
+    lock = threading.Lock()
 
     def work() -> None:
         while True:
@@ -141,8 +143,9 @@ def _fan_out(
             except BaseException as e:  # noqa: BLE001 - raised again below, in the caller's thread
                 failed.append(e)
 
+    helpers = _Helpers(work)
     try:
-        for _ in start(lambda: helpers.run(work)):
+        for _ in start(helpers.run):
             pass
         work()
     except BaseException as e:  # noqa: BLE001 - a signal in this thread, say; raised again below
