@@ -14,8 +14,7 @@ from secure_loader.errors import AuthenticationError
 from tests.attacks.kit import CHUNK, build_file, master, tensor_offset, trust
 from tests.integration.stress.saboteur import Saboteur
 
-# Four tests, so 2,000 in all.
-ACCEPTED, TRIES = 500, 100_000
+ACCEPTED, TRIES = 2000, 100_000
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_what_is_accepted_while_another_process_writes(tmp_path, saboteur, algor
                 rejected += 1
                 assert not out.any()
             else:
-                accepted += 1
+                accepted += rejected > 0  # before that, the other process may not have begun
                 assert (out == wanted).all()
             if accepted >= ACCEPTED and rejected >= 50:
                 break

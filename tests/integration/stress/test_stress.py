@@ -55,7 +55,8 @@ def judge(report: dict[str, Any], seed: int, loads: int) -> None:
     assert not report["problems"], f"seed {seed}:\n" + "\n".join(report["problems"])
     assert report["loads"] == loads
     assert report["growth"]["resident"] < 48 << 20, report["growth"]
-    assert report["growth"]["maps"] < 100, report["growth"]
+    # Stacks and heaps of threads come and go; one mapping left per load would be more than this.
+    assert report["growth"]["maps"] < 200, report["growth"]
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from secure_loader.core import pipeline
 from secure_loader.core.pool import set_threads, threads
 from tests.attacks.kit import CHUNK
 from tests.integration.stress.faults import FAULTS, USUAL, Fault, Scene
-from tests.integration.stress.leaks import Leaks
+from tests.integration.stress.leaks import Leaks, place
 from tests.integration.stress.models import KEYS, TRUST, Shard, build, same
 from tests.integration.stress.saboteur import Saboteur
 from tests.integration.stress.ways import PAGE_CACHE, WAYS, Load
@@ -130,7 +130,7 @@ class Worker:
         error, load = scene.error, scene.load
         problems = list(scene.problems)
         if error is not None and not isinstance(error, fault.allowed):
-            problems.append(f"raised {error!r} (at {_place(error)})")
+            problems.append(f"raised {error!r} (at {place(error)})")
         if scene.fired and error is None and scene.way in fault.certain:
             problems.append("raised nothing")
         scene.error = None
@@ -166,15 +166,6 @@ class Worker:
             "growth": self.leaks.growth(),
             "problems": self.problems,
         }
-
-
-def _place(error: BaseException) -> str:
-    traceback, places = error.__traceback__, []
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        places.append(f"{Path(code.co_filename).name}:{traceback.tb_lineno} {code.co_name}")
-        traceback = traceback.tb_next
-    return " > ".join(places[-6:])
 
 
 def main(folder: str, seed: str, loads: str, *faults: str) -> None:
