@@ -356,7 +356,7 @@ def allocator_has_none(scene: Scene) -> Iterator[None]:
             kind.small = real[kind]
 
 
-@fault(OutOfMemoryError, ReadError)
+@fault(OutOfMemoryError, ReadError, but=("crowd",))
 def out_of_address_space(scene: Scene) -> Iterator[None]:
     """For real; and no thread gets a stack either."""
     set_threads(threads())
