@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secure_loader.core import header as hdr
+from secure_loader.core.envelope import SIGNATURE, base64_text
 from secure_loader.core.source import FileSource, read_header
+from secure_loader.core.trust import signed_bytes
 from secure_loader.core.types import DTYPES, TensorInfo
+from secure_loader.errors import FormatError
 
 from .files import PROFILE
 
@@ -62,3 +66,49 @@ def test_order_and_spacing_of_the_json_do_not_matter(
     indent = data.draw(st.sampled_from([None, 0, 2]))
     other = json.dumps(doc, indent=indent, ensure_ascii=data.draw(st.booleans())).encode()
     assert hdr.parse(other + b" " * 3, tensors[-1].stop if tensors else 0).canonical_json() == text
+
+
+@st.composite
+def spellings(draw: st.DrawFn) -> tuple[bytes, int]:
+    """A header with a signature, in canonical form or nearly so, and the size of its body."""
+    tensors = draw(tensor_lists())
+    metadata = {"__crypto_keys__": draw(NAMES)} | draw(METADATA) | {SIGNATURE: base64_text(bytes(64))}
+    text = hdr.canonical_json(metadata, tensors)
+    change = draw(
+        st.sampled_from(["none", "none", "space", "escape", "order", "member order", "metadata order", "hex"])
+    )
+    doc = json.loads(text)
+    if change == "order":
+        doc = dict(draw(st.permutations(list(doc.items()))))
+    elif change == "metadata order":
+        doc["__metadata__"] = dict(draw(st.permutations(list(doc["__metadata__"].items()))))
+    elif change == "member order" and tensors:
+        name = draw(st.sampled_from([t.name for t in tensors]))
+        doc[name] = dict(reversed(doc[name].items()))
+    text = json.dumps(doc, ensure_ascii=change == "escape", separators=(",", ":")).encode()
+    if change == "space":
+        at = draw(st.integers(1, len(text) - 1))
+        text = text[:at] + b" " + text[at:]
+    elif change == "hex":
+        text = text.replace(b"e", draw(st.sampled_from([b"e", b"\\u0065", b"\\/"])), 1)
+    length = hdr.padded_length(len(text)) + draw(st.sampled_from([0, 0, 0, 1, -1, 4096]))
+    return text.ljust(length), tensors[-1].stop if tensors else 0
+
+
+@settings(PROFILE, max_examples=300)
+@given(spellings())
+def test_what_is_proven_canonical_is_canonical(case: tuple[bytes, int]) -> None:
+    """The proof from the scan, against the definition: written again, the header is the same."""
+    raw, body = case
+    try:
+        header = read_header(FileSource.from_bytes(hdr.LENGTH.pack(len(raw)) + raw + bytes(body)))
+    except FormatError:  # a space inside a name, and the name is another one's
+        return
+    ordered = sorted(header.tensors.values(), key=lambda t: (t.start, t.stop, t.name))
+    again = hdr.file_prefix(hdr.canonical_json(header.metadata, ordered))[hdr.LENGTH.size :]
+    if header.canonical:
+        assert again == raw
+    elif again == raw:
+        # Only what has to be escaped in another way than quotes and backslashes is left to the definition.
+        assert re.search(rb"\\[bfnrtu]", raw)
+    assert signed_bytes(header) == header.canonical_json(without=[SIGNATURE])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -277,3 +278,71 @@ def test_the_cases_start_from_something_right():
     before = copy.deepcopy(docs)
     assert env.parse(header(docs)).profile is not None
     assert docs == before
+
+
+BASE64 = [b"", b"a", b"ab", b"abc", b"\xff" * 12, bytes(16), bytes(32), b"\xfe" * 48]
+FAULTS = [
+    "",
+    "A",
+    "=",
+    "AA==",
+    "AAA=",
+    "AAAA",
+    "AB==",
+    "AAB=",
+    "A===",
+    "====",
+    "=AAA",
+    "A=AA",
+    "AA=A",
+    "AAAA====",
+    "YWI=YQ==",
+    "-_-_",
+    "\u00e9AAA",
+    "AAA\n",
+]
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 12, 16, 32])
+@pytest.mark.parametrize("even", [True, False])
+def test_many_texts_are_decoded_as_one_is(n, even):
+    """Together or one by one: the same bytes, the same refusals."""
+    lengths = [n, n, n] if even else [n, n + 1, n]
+    good = [env.base64_text(bytes([i]) * size) for i, size in enumerate(lengths)]
+    names = ["a", "b", "c"]
+    found = env._unbase64_all(dict(zip(names, good, strict=True)), lengths, "x")
+    assert found == [env.unbase64(text, size, "x") for text, size in zip(good, lengths, strict=True)]
+    spelled = [good[0][:-3] + last for last in ("B==", "AB=", "A==", "AA=", "AAA")]
+    for at in range(3):
+        for wrong in [
+            *FAULTS,
+            *map(env.base64_text, BASE64),
+            *spelled,
+            good[0] + "AAAA",
+            good[0][4:],
+            None,
+            5,
+            [],
+            b"AAAA",
+        ]:
+            texts = dict(zip(names, [*good[:at], wrong, *good[at + 1 :]], strict=True))
+            assert verdict(lambda t=texts: env._unbase64_all(t, lengths, "x")) == verdict(
+                lambda t=texts: [
+                    env.unbase64(text, size, f"x of tensor {name!r}")
+                    for (name, text), size in zip(t.items(), lengths, strict=True)
+                ]
+            )
+
+
+def verdict(decode: Callable[[], list[bytes]]) -> list[bytes] | str:
+    try:
+        return decode()
+    except FormatError as e:
+        return e.message
+
+
+def test_texts_that_make_up_for_each_other_are_refused():
+    """Joined they are as long as they should be; one by one they are not."""
+    for texts in (["AAAAAA==", "AA=="], ["AAAA", "AAAAAAA="], ["YWJj", ""]):
+        with pytest.raises(FormatError):
+            env._unbase64_all(dict(zip("ab", texts, strict=True)), [2, 2], "x")

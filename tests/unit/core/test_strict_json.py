@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import json
 
@@ -165,3 +167,74 @@ def test_what_we_write_we_read(doc):
 )
 def test_what_counts_as_a_count(value, expected):
     assert strict_json.is_count(value) is expected
+
+
+def scanned(text: bytes, size: int) -> Scanner:
+    scanner = Scanner()
+    for start in range(0, len(text), size):
+        scanner.feed(text[start : start + size])
+    scanner.finish()
+    return scanner
+
+
+SPELLINGS = st.lists(
+    st.sampled_from(
+        [*'{}[]:," \\\n', '"a"', '"b":', "0", "-", "17", '\\"', "\\\\", "\\n", "\\u0041", "\\/", "é", "true"]
+    ),
+    max_size=12,
+).map(lambda parts: f'{{"x":[{"".join(parts)}]}}'.encode())
+
+
+@given(SPELLINGS | st.text('{}[]:," \\na1', max_size=20).map(str.encode), st.integers(1, 7))
+@settings(max_examples=500, deadline=None)
+def test_what_is_proven_compact_has_no_other_spelling(text, size):
+    try:
+        scanner = scanned(text, size)
+        doc = loads(text, what="x", scanned=scanner)
+    except FormatError:
+        with pytest.raises(FormatError):
+            loads(text, what="x", scan=True)
+        return
+    assert doc == loads(text, what="x", scan=True)
+    written = strict_json.dumps(doc, sort_keys=False).encode()
+    if scanner.is_compact():
+        assert written == text
+    elif written == text:
+        assert b"\\" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "compact"), [(b'{"a":"\\"\\\\ x"}', True), (b'{"a" :1}', False), (b'{"a":"\\u0061"}', False)]
+)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_padding_does_not_count_as_a_blank(text, compact, padding):
+    scanner = scanned(text + b" " * padding, 5)
+    assert scanner.is_compact(padding) is compact
+    assert not scanner.is_compact(padding + 2)
+
+
+@given(st.integers(0, 2**64) | st.just(2**63) | st.just(2**63 - 1), st.sampled_from(["", "-"]), st.integers(1, 30))
+def test_large_numbers_and_signs_are_seen_across_pieces(number, sign, size):
+    text = f'[1,"a",{sign}{number},2]'.encode()
+    scanner = scanned(text, size)
+    assert scanner.odd_numbers or (not sign and number <= strict_json.MAX_INT)
+    if sign or number > strict_json.MAX_INT:
+        with pytest.raises(FormatError, match="out of range"):
+            loads(text, what="x", scanned=scanner)
+    else:
+        assert loads(text, what="x", scanned=scanner) == [1, "a", number, 2]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("nbytes", [10, 10 << 20])
+def test_the_collector_is_left_as_it_was(enabled, nbytes):
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with contextlib.suppress(KeyError), strict_json.building(nbytes):
+            during = gc.isenabled()
+            raise KeyError
+        assert during is (enabled and nbytes < 1 << 18)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
