@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NoReturn
 
 from . import machine
+from .apart import forked
 
 CacheState = Literal["warm", "cold", "as is"]
 _SAMPLE_EVERY = 0.004  # seconds between two looks at a process's memory
@@ -267,26 +268,14 @@ def sample(task: Task, *, cache: CacheState = "warm", watch: bool = False) -> Sa
 
 
 def _in_fork(task: Task, output: IO[bytes], *, watch: bool) -> dict[str, Any]:
-    sys.stdout.flush()
-    sys.stderr.flush()
     # A collection in the fork would write to the header of every object that was imported, and so copy all of their pages.
     gc.freeze()
     theirs, ours = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(theirs)
-        _child(task, ours, output)
-    os.close(ours)
-    status = None
-    try:
+    with forked(lambda: _child(task, ours, output)) as process:
+        os.close(ours)
         with open(theirs, "rb", buffering=0) as answers:
-            lines, peak = _follow(pid, answers, task.timeout, watch=watch)
-        status = os.waitpid(pid, 0)[1]
-    finally:
-        if status is None:  # too late, or interrupted: nothing is left running
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            lines, peak = _follow(process.pid, answers, task.timeout, watch=watch)
+        status = process.wait()
     last = json.loads(lines[-1]) if lines else {}
     if status != 0 or "seconds" not in last:
         raise MeasurementError(last.get("error") or f"{_ending(status)}{_tail(output)}")
