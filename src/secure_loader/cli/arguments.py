@@ -13,6 +13,7 @@ from .. import __version__
 from ..errors import ConfigError
 
 ALGORITHMS = ("aes256gcm", "aes128gcm", "chacha20poly1305")  # a test compares them with core's
+_MAX_COUNT = 1000
 _SIZE = re.compile(r"(\d+)\s*(|b|k|ki|kib|m|mi|mib)", re.IGNORECASE)
 
 _CODES = """\
@@ -75,7 +76,7 @@ def make_parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"secure-loader {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
-    for add in (_keygen, _trust, _encrypt, _decrypt, _verify, _inspect, _rewrap, _env, _config):
+    for add in (_keygen, _trust, _encrypt, _decrypt, _verify, _inspect, _rewrap, _bench, _env, _config):
         add(commands)
     return parser
 
@@ -275,6 +276,30 @@ def _rewrap(commands: _Commands) -> None:
     _trusting(p)
 
 
+def _bench(commands: _Commands) -> None:
+    p = _command(
+        commands,
+        "bench",
+        "bench:bench",
+        "Measure how fast a model loads on this machine, and what keeps it from loading faster.",
+        "secure-loader bench ./model-encrypted\n"
+        "secure-loader bench ./model-encrypted --plain ./model --cold\n"
+        "secure-loader bench ./model --work /scratch --json > bench.json",
+        "A plain model is encrypted first, with throw-away keys, into a temporary folder that is removed afterwards.",
+    )
+    p.add_argument("model", metavar="MODEL", help="a model folder or safetensors file, encrypted or plain")
+    p.add_argument(
+        "--plain",
+        metavar="PATH",
+        help="what MODEL was encrypted from: compare with loading that, by safetensors, and by cryptotensors if installed",
+    )
+    p.add_argument("--work", metavar="DIR", help="where to put temporary copies (default: the folder that MODEL is in)")
+    p.add_argument("--repeat", metavar="N", type=_positive, default=5, help="repetitions (default: %(default)s)")
+    p.add_argument("--cold", action="store_true", help="measure also with files not in the page cache")
+    _keys(p)
+    _trusting(p)
+
+
 def _env(commands: _Commands) -> None:
     _command(
         commands,
@@ -336,6 +361,12 @@ def _trusting(parser: argparse.ArgumentParser) -> None:
 
 def _force_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace the model folder at DST")
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {_MAX_COUNT}")
+    return int(text)
 
 
 def _size(text: str) -> int:

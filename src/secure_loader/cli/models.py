@@ -55,7 +55,7 @@ def encrypt(args: Arguments, out: Output) -> None:
 def decrypt(args: Arguments, out: Output) -> None:
     """``decrypt SRC DST``."""
     report = decrypt_model(
-        args.src, args.dst, keys=_references(args.keys), trust=args.trust, force=args.force, progress=out.progress
+        args.src, args.dst, keys=references(args.keys), trust=args.trust, force=args.force, progress=out.progress
     )
     _done(out, "Decrypted", report)
 
@@ -67,7 +67,7 @@ def rewrap(args: Arguments, out: Output) -> None:
         args.path,
         key=master,
         signing_key=signing,
-        keys=_references(args.keys),
+        keys=references(args.keys),
         trust=args.trust,
         release=args.release,
         progress=out.progress,
@@ -103,7 +103,8 @@ def _only(kind: type[_K], reference: str) -> _K:
     return keys[0]
 
 
-def _references(keys: Sequence[str] | None) -> list[str] | None:
+def references(keys: Sequence[str] | None) -> list[str] | None:
+    """What ``--keys`` names. Raises ConfigError for what may be a key."""
     for reference in keys or ():
         _refuse_material("--keys", reference)
     return None if keys is None else list(keys)

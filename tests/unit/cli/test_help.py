@@ -41,6 +41,7 @@ def test_there_is_what_the_design_lists():
         "verify",
         "inspect",
         "rewrap",
+        "bench",
         "env",
         "config show",
     }
