@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self
 
-from ..errors import ConfigError, NotEncryptedError, OutOfMemoryError, ReadError, SecureLoaderError, TensorNameError
+from ..errors import ConfigError, NotEncryptedError, ReadError, SecureLoaderError, TensorNameError
 from . import slicing
 from .envelope import Envelope, Profile
 from .header import Header
@@ -244,6 +244,14 @@ def unwrap_deks(envelope: Envelope, keys: KeyRing, path: str) -> dict[str, Secre
     return dict(zip(envelope.records, deks, strict=True))
 
 
+class Ahead(Protocol):
+    """Somebody who may have decrypted a tensor already."""
+
+    def take(self, file: TensorFile, name: str) -> Any:
+        """The tensor, handed out once; None where there is none. Raises as :meth:`Archive.get_tensor`."""
+        ...
+
+
 class Archive:
     """A file of tensors, open for reading; the protocol of ``safetensors.safe_open``.
 
@@ -254,11 +262,15 @@ class Archive:
         file: The open file.
         framework_name: ``pt`` or ``numpy``.
         device: Where tensors go.
+        ahead: Who is asked first for whole tensors; it must make them for the same framework.
     """
 
-    def __init__(self, file: TensorFile, framework_name: str = "pt", device: str | int = "cpu") -> None:
+    def __init__(
+        self, file: TensorFile, framework_name: str = "pt", device: str | int = "cpu", ahead: Ahead | None = None
+    ) -> None:
         self._file: TensorFile | None = file
         self._framework = framework(framework_name)
+        self._ahead = ahead
         self._device = f"cuda:{device}" if isinstance(device, int) else str(device)
 
     def _open(self) -> TensorFile:
@@ -295,7 +307,7 @@ class Archive:
             ReadError: The file cannot be read.
         """
         file = self._open()
-        return self._framework.to_device(_whole(file, self._framework, file.info(name)), self._device)
+        return self._framework.to_device(_whole(file, self._framework, file.info(name), self._ahead), self._device)
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Several tensors at once, the fastest way to get them.
@@ -333,7 +345,7 @@ class Archive:
             TensorNameError: No such tensor.
         """
         file = self._open()
-        return TensorSlice(file, self._framework, self._device, file.info(name))
+        return TensorSlice(file, self._framework, self._device, file.info(name), self._ahead)
 
     def get_tensor_info(self, name: str) -> TensorInfo:
         """dtype, shape and place of a tensor, from the header alone."""
@@ -370,10 +382,14 @@ class TensorSlice:
         fw: Its framework.
         device: Where results go.
         info: The tensor.
+        ahead: Who is asked first for all of it.
     """
 
-    def __init__(self, file: TensorFile, fw: Framework, device: str, info: TensorInfo) -> None:
+    def __init__(
+        self, file: TensorFile, fw: Framework, device: str, info: TensorInfo, ahead: Ahead | None = None
+    ) -> None:
         self._file, self._framework, self._device, self._info = file, fw, device, info
+        self._ahead = ahead
 
     def get_shape(self) -> list[int]:
         """Logical shape."""
@@ -387,13 +403,13 @@ class TensorSlice:
         fw, info = self._framework, self._info
         fw.check_index(info, index)
         if index is Ellipsis:
-            return fw.to_device(_whole(self._file, fw, info), self._device)
+            return fw.to_device(_whole(self._file, fw, info, self._ahead), self._device)
         plan = slicing.plan(info, index, self._file.granule(info.name))
         file = self._file
         if file.can_map(info):
             file.read([w for r in plan.ranges for w in file.check_clear(info.name, r.start, r.stop)])
             return fw.to_device(_mapped(file, fw, info)[index], self._device)
-        owner, out = _memory(fw, plan.nbytes)
+        owner, out = empty(fw, plan.nbytes)
         at, wanted = 0, []
         for r in plan.ranges:
             wanted.append(file.wanted(info.name, out[at : at + len(r)], r.start))
@@ -407,23 +423,16 @@ class TensorSlice:
         raise TypeError("a slice of an open file cannot be pickled or copied")
 
 
-def _whole(file: TensorFile, fw: Framework, info: TensorInfo) -> Any:
+def _whole(file: TensorFile, fw: Framework, info: TensorInfo, ahead: Ahead | None = None) -> Any:
+    found = None if ahead is None else ahead.take(file, info.name)
+    if found is not None:
+        return found
     if file.can_map(info):
         file.read(file.check_clear(info.name))
         return _mapped(file, fw, info)
-    owner, out = _memory(fw, info.nbytes)
+    owner, out = empty(fw, info.nbytes)
     file.read_into(info.name, out)
     return fw.view(owner, info.dtype, info.shape)
-
-
-def _memory(fw: Framework, nbytes: int) -> tuple[Any, memoryview]:
-    try:
-        return empty(fw, nbytes)
-    except SecureLoaderError:
-        raise
-    except (MemoryError, RuntimeError):
-        # As the allocators of numpy and of torch say it.
-        raise OutOfMemoryError(f"{nbytes:,} bytes of memory are not to be had") from None
 
 
 def _mapped(file: TensorFile, fw: Framework, info: TensorInfo) -> Any:

@@ -18,7 +18,7 @@ from typing import Protocol
 from ..errors import AuthenticationError, KeyAccessError, SecureLoaderError
 from .aead import TAG_BYTES, Cipher, chunk_nonce, open_into
 from .memory import HUGE_PAGE, Region, populate
-from .pool import CLEANING_TRIES, insist, run_jobs
+from .pool import CLEANING_TRIES, WAITING_THREADS, insist, run_jobs
 from .secrets import wipe
 from .source import DIRECT_ALIGN, FileSource
 
@@ -243,7 +243,16 @@ def read(wanted: Sequence[Wanted], options: Options = Options()) -> None:
     def clean_up() -> None:
         wipe_all(wanted)
 
-    run_jobs(lambda job: run(job, options), jobs, on_error=clean_up, waiting=will_wait(jobs, options))
+    waiting = will_wait(jobs, options)
+    # A disk is fastest when each of its readers follows a stretch of its own, rather than all of them in turns.
+    length = -(-len(jobs) // (2 * WAITING_THREADS)) if waiting else 1
+    stretches = [jobs[i : i + length] for i in range(0, len(jobs), length)]
+
+    def work(stretch: list[list[Piece]]) -> None:
+        for job in stretch:
+            run(job, options)
+
+    run_jobs(work, stretches, on_error=clean_up, waiting=waiting)
     try:
         release(jobs, options)
     except BaseException:
@@ -311,8 +320,14 @@ def plan(wanted: Sequence[Wanted]) -> list[list[Piece]]:
     return jobs
 
 
-def run(job: Sequence[Piece], options: Options = Options()) -> None:
+def run(job: Sequence[Piece], options: Options = Options(), *, make_pages: bool = True) -> None:
     """Read, check and decrypt the pieces of one job; on an error their own destinations are wiped, others are not.
+
+    Args:
+        job: From :func:`plan`.
+        options: How to read.
+        make_pages: Have the destination's pages made first. It saves page faults and costs one more turn at the
+            interpreter lock, which is not worth it while other threads are busy in Python.
 
     Raises:
         AuthenticationError, ReadError: As :func:`read`.
@@ -324,7 +339,7 @@ def run(job: Sequence[Piece], options: Options = Options()) -> None:
     try:
         # Before the scratch memory is filled: the kernel's zeroing would drive it out of the cache.
         for piece in job:
-            if piece.nbytes >= _POPULATE and (out := piece.target()) is not None:
+            if make_pages and piece.nbytes >= _POPULATE and (out := piece.target()) is not None:
                 populate(out)
         piece = job[0]
         at = source.read_directly(memory, piece.place, total) if direct else 0

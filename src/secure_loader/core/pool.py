@@ -7,10 +7,11 @@ One synchronous reader gets a third of what a disk can do (docs/performance.md),
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -20,8 +21,56 @@ WAITING_THREADS = 16
 # More often than anybody presses ^C within the few milliseconds that wiping takes.
 CLEANING_TRIES = 8
 
+_log = logging.getLogger(__name__)
+
+
+class _Pool:
+    """Threads that do what is put in a queue.
+
+    Not a ThreadPoolExecutor: a signal inside its ``submit`` can leave a lock of its locked, and everybody hangs.
+
+    Args:
+        size: Threads at most; they are started as work comes in.
+        name: Of the threads.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self._size, self._name = size, name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._alive = 0
+        self._ended = False
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Have it done by one of them. Raises RuntimeError where the system gives no more threads."""
+        if self._alive < self._size:
+            # As daemons: there is nothing to wait for when the interpreter ends.
+            threading.Thread(target=self._run, name=f"{self._name}_{self._alive}", daemon=True).start()
+        self._queue.put(work)
+
+    def shutdown(self) -> None:
+        """Let the threads end once the queue is empty."""
+        with self._lock:
+            self._ended = True
+            for _ in range(self._alive):
+                self._queue.put(None)
+
+    def _run(self) -> None:
+        with self._lock:
+            # They count themselves: whoever starts them may be interrupted before he can.
+            if self._ended or self._alive >= self._size:
+                return
+            self._alive += 1
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except BaseException:  # noqa: BLE001 - the thread goes on; jobs hand their errors on themselves
+                _log.exception("an error that nobody waited for")
+            del work  # nothing is kept alive while there is nothing to do
+
+
 _pool_lock = threading.Lock()
-_pools: dict[bool, ThreadPoolExecutor] = {}
+_pools: dict[bool, _Pool] = {}
 _threads = 0
 
 
@@ -34,7 +83,7 @@ def set_threads(n: int | None) -> None:
     with _pool_lock:
         old, _threads = _pools.pop(False, None), n or 0
     if old is not None:
-        old.shutdown(wait=False)
+        old.shutdown()
 
 
 def threads() -> int:
@@ -42,11 +91,11 @@ def threads() -> int:
     return _threads or min(16, len(os.sched_getaffinity(0)))
 
 
-def _executor(*, waiting: bool) -> ThreadPoolExecutor:
+def _pool(*, waiting: bool) -> _Pool:
     with _pool_lock:
         if waiting not in _pools:
             n, name = (WAITING_THREADS, "secure-loader-read") if waiting else (threads(), "secure-loader")
-            _pools[waiting] = ThreadPoolExecutor(n, thread_name_prefix=name)
+            _pools[waiting] = _Pool(n, name)
         return _pools[waiting]
 
 
@@ -126,7 +175,7 @@ class _Helpers:
 def _fan_out(
     job: Callable[[_T], None],
     items: Sequence[_T],
-    start: Callable[[Callable[[], None]], Iterator[Future[None]]],
+    start: Callable[[Callable[[], None]], int],
 ) -> None:
     todo: Iterator[_T] = iter(items)
     failed: list[BaseException] = []
@@ -145,8 +194,7 @@ def _fan_out(
 
     helpers = _Helpers(work)
     try:
-        for _ in start(helpers.run):
-            pass
+        start(helpers.run)
         work()
     except BaseException as e:  # noqa: BLE001 - a signal in this thread, say; raised again below
         failed.append(e)
@@ -192,12 +240,12 @@ def insist(action: Callable[[], None], tries: int | None = None) -> None:
             del interrupted
 
 
-def submit(work: Callable[[], None], n: int, *, waiting: bool = False) -> Iterator[Future[None]]:
-    """Have up to ``n`` threads of a pool do the same work; fewer where no more are to be had."""
-    for _ in range(n):
+def submit(work: Callable[[], None], n: int, *, waiting: bool = False) -> int:
+    """Have up to ``n`` threads of a pool do the same work; returns how many, fewer where no more are to be had."""
+    for i in range(n):
         try:
-            yield _executor(waiting=waiting).submit(work)
+            _pool(waiting=waiting).submit(work)
         except RuntimeError:
-            # Somebody changed the number of threads this moment, the interpreter is on its way out, or there are no
-            # more threads to be had. The calling thread does all the work itself then.
-            return
+            # The interpreter is on its way out, or there are no more threads. The caller does all the work itself then.
+            return i
+    return n

@@ -31,10 +31,14 @@ def check_release(model_id: str, signer_thumbprint: str, release: int) -> None:
         private_folder(folder)
         with open(folder / "releases.lock", "a", encoding="ascii") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            floors = _read(folder)
-            _check(floors, key, model_id, release)
-            if release > floors.get(key, -1):
-                _write(folder, floors | {key: release})
+            try:
+                floors = _read(folder)
+                _check(floors, key, model_id, release)
+                if release > floors.get(key, -1):
+                    _write(folder, floors | {key: release})
+            finally:
+                # Closing is not enough: a process that was forked meanwhile holds the same lock through its copy.
+                fcntl.flock(lock, fcntl.LOCK_UN)
     except OSError as e:
         # A read-only home (a container image) still enforces the floor it was built with.
         _check(_read(folder), key, model_id, release)

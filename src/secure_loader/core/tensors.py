@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..errors import ConfigError, DeviceError
+from ..errors import ConfigError, DeviceError, OutOfMemoryError
 from .memory import Region, lay_out
 from .types import DTYPES, TensorInfo
 
@@ -83,7 +83,11 @@ def empty(fw: Framework, nbytes: int) -> tuple[Any, memoryview]:
         OutOfMemoryError: The system gives no more.
     """
     if nbytes < _MIN_REGION:
-        return fw.small(nbytes)
+        try:
+            return fw.small(nbytes)
+        except (MemoryError, RuntimeError):
+            # As the allocators of numpy and of torch say it.
+            raise OutOfMemoryError(f"{nbytes:,} bytes of memory are not to be had") from None
     region = Region(nbytes)
     return fw.wrap(region.mapping, region.offset, nbytes), region.view()
 
@@ -94,7 +98,7 @@ def empty_many(fw: Framework, sizes: Sequence[int]) -> list[tuple[Any, memoryvie
     out = []
     for n in sizes:
         if not n:
-            out.append(fw.small(0))
+            out.append(empty(fw, 0))
             continue
         region, at = next(places)
         out.append((fw.wrap(region.mapping, region.offset + at, n), region.view(at, n)))

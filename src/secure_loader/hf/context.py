@@ -13,7 +13,7 @@ import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +27,13 @@ from ..core.checkpoint import Checkpoint
 from ..core.header import LENGTH
 from ..core.keys.jwk import MasterKey, SigningKey
 from ..core.keys.provider import KeyRing
-from ..core.pipeline import annotate
+from ..core.pipeline import Options, annotate
+from ..core.prefetch import Prefetch
 from ..core.seal import Publication
 from ..core.secrets import Secret
 from ..core.session import Session
 from ..core.source import FileSource, read_header
+from ..core.tensors import framework
 from ..core.trust import TrustedSigner, TrustStore, verify_header
 from ..core.writer import resolve_master, resolve_signing
 from ..errors import ConfigError, ManifestError, NotEncryptedError, SecureLoaderError
@@ -100,7 +102,9 @@ class Context:
         self.passive = passive
         self.loading = loading
         self.files: dict[str, TensorFile] = {}
+        self.ahead: Prefetch | None = None
         self._written: set[str] = set()
+        self._read_ahead: set[str] = set()
         self._checkpoints: dict[str, Checkpoint] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
@@ -139,10 +143,35 @@ class Context:
             SecureLoaderError: As :meth:`core.checkpoint.Checkpoint.open`.
         """
         path = os.path.abspath(os.fspath(filename))
+        if path in self._read_ahead:
+            return self.files[path]
         file = self._open_passively(path) if self.passive else self._open(path)
         if file is not None:
             self.files[path] = file
         return file
+
+    def read_ahead(self, filenames: Iterable[str | os.PathLike[str]]) -> None:
+        """Begin to decrypt torch tensors of files that are about to be opened, in upstream's order.
+
+        Raises:
+            SecureLoaderError: As :meth:`open`.
+        """
+        self.stop_reading_ahead()
+        budget = self.session.config.prefetch_bytes
+        if self.passive or not budget:
+            return
+        opened = {os.path.abspath(os.fspath(name)): self.open(name) for name in filenames}
+        tensors = [(file, name) for file in opened.values() if file is not None for name in file.header.tensors]
+        self._read_ahead = {path for path, file in opened.items() if file is not None}
+        options = Options(page_cache=self.session.config.page_cache)
+        self.ahead = Prefetch(sorted(tensors, key=lambda t: natural_key(t[1])), framework("pt"), budget, options)
+
+    def stop_reading_ahead(self) -> None:
+        """Wipe what was decrypted and not asked for."""
+        self._read_ahead = set()
+        if self.ahead is not None:
+            self.ahead.close()
+            self.ahead = None
 
     def _open(self, path: str) -> TensorFile | None:
         if path in self._written and self.writer is not None:
@@ -225,6 +254,11 @@ class Context:
             )
         self._written.add(os.path.abspath(os.fspath(filename)))
         return self.writer.publication
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Sorts ``layers.2`` before ``layers.10``, as upstream does before it asks for tensors."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
 def is_encrypted(source: FileSource) -> bool:
@@ -320,7 +354,10 @@ def loading(loader: str | None, loader_config: Mapping[str, Any] | None) -> Iter
             session, writer = outer.session, outer.writer
         # What a load itself writes (weights converted for disk offload) is read by this process alone.
         with use(Context(session, writer=writer or Writer.ephemeral_one(), loading=True)) as context:
-            yield context
+            try:
+                yield context
+            finally:
+                context.stop_reading_ahead()
 
 
 @contextlib.contextmanager

@@ -204,6 +204,8 @@ def _resolved_checkpoint_files(inner: Callable[..., Any], *args: Any, **kwargs: 
     for file in files or []:
         if not str(file).endswith(".safetensors"):
             raise NotEncryptedError('is no safetensors file, and loader="secure" reads no others', path=file)
+    # While upstream builds the model, in Python and on one processor.
+    context.read_ahead(files or [])
     return files, metadata
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.archive import Archive, TensorFile
+from ..core.prefetch import Prefetch
 from ..core.seal import PlainTensor, Publication, seal_bytes, write_file
 from ..core.types import DTYPE_RANK
 from ..errors import EncryptedFileError, FormatError, NotEncryptedError
@@ -50,9 +51,9 @@ def refusal(what: str | os.PathLike[str] | None) -> EncryptedFileError:
     )
 
 
-def _archive(file: TensorFile, framework: str, device: Any) -> Archive:
+def _archive(file: TensorFile, framework: str, device: Any, ahead: Prefetch | None = None) -> Archive:
     Counter.opened += 1
-    return Archive(file, framework, device if isinstance(device, int) else str(device))
+    return Archive(file, framework, device if isinstance(device, int) else str(device), ahead)
 
 
 def _open(filename: Any, framework: str, device: Any, options: Mapping[str, Any]) -> Any:
@@ -60,7 +61,7 @@ def _open(filename: Any, framework: str, device: Any, options: Mapping[str, Any]
     if active is not None:
         file = active.open(filename)
         if file is not None:
-            return _archive(file, framework, device)
+            return _archive(file, framework, device, active.ahead if framework == "pt" else None)
     elif holds_ciphertext(filename):
         raise refusal(filename)
     return _originals["safe_open"](filename, framework, device, **options)

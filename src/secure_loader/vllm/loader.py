@@ -22,8 +22,10 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from ..core import index
 from ..core.archive import Archive, TensorFile
+from ..core.prefetch import Prefetch
 from ..core.session import Session
 from ..core.source import read_small_file
+from ..core.tensors import framework
 from ..errors import ConfigError, EncryptedFileError, FormatError, MissingFileError
 from .fetch import Model
 from .lazy import LazyTensor
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 _log = init_logger("vllm.secure_loader")
 
 _MAX_MODULES = 1 << 20
+# vLLM copies what it is handed, so this comes on top of the model: enough to keep the processors busy.
+_MAX_AHEAD = 128 << 20
 _DESCRIPTION = "Loading encrypted safetensors checkpoint shards"
 
 
@@ -140,12 +144,16 @@ class SecureModelLoader(DefaultModelLoader):
             file = checkpoint.open(shard)
             if file.envelope is None:
                 _log.warning("%s is not encrypted; insecure_allow_plaintext accepts it", file.source.path)
-            archive = Archive(file, "pt")
-            for name in self._local_names(file):
-                lazy = self.options.lazy and LazyTensor.supports(file, name)
-                yield prefix + name, LazyTensor(file, file.info(name)) if lazy else archive.get_tensor(name)
+            names = list(self._local_names(file))
+            lazy = {name for name in names if self.options.lazy and LazyTensor.supports(file, name)}
+            whole = [(file, name) for name in names if name not in lazy]
+            budget = min(self.options.config.prefetch_bytes, _MAX_AHEAD)
+            with Prefetch(whole if budget else (), framework("pt"), budget, file.read_options) as ahead:
+                archive = Archive(file, "pt", ahead=ahead)
+                for name in names:
+                    yield prefix + name, LazyTensor(file, file.info(name)) if name in lazy else archive.get_tensor(name)
             # Lazy weights that the model has kept for later hold the file open for themselves.
-            del archive, file
+            del archive, ahead, whole, file
 
     def _local_names(self, file: TensorFile) -> Iterator[str]:
         """Names in file order, without the experts of other ranks: those are not even decrypted."""

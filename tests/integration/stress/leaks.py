@@ -21,8 +21,6 @@ from tests.integration.stress.models import MARKER
 # In seconds; a thread of the pool lets go of its last job a moment after the job is done.
 _PATIENCE = 3
 _BEFORE = 0xAA
-# A signal while Python's own executor starts a thread makes it forget that one, and start another in its place.
-_UNCOUNTED = 3
 
 
 class TrackedMap(mmap.mmap):
@@ -136,7 +134,7 @@ class Leaks:
         if (threads := strange_threads()) != self._threads:
             found.append(f"threads {threads}")
         ours = [t.name for t in threading.enumerate() if t.name.startswith("secure-loader")]
-        if len(ours) > pool.WAITING_THREADS + pool.threads() + _UNCOUNTED:
+        if len(ours) > pool.WAITING_THREADS + pool.threads():
             found.append(f"{len(ours)} threads in pools")
         return found
 

@@ -110,10 +110,6 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.xfail(
-    reason="the child inherits the lock on the record of releases, and waits for itself; so does everybody else",
-    strict=True,
-)
 def test_a_fork_while_another_thread_opens_a_file():
     path = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     assert subprocess.run([sys.executable, "-c", FORKS], env=path, check=False, timeout=60).returncode == 0

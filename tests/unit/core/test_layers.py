@@ -24,7 +24,7 @@ LAYERS = (
     "core.copying",
     "core.keys.provider core.trust core.rollback core.pipeline",
     "core.keys.local core.manifest core.trust_files core.archive",
-    "core.keys.generate core.staging core.seal core.session core.survey",
+    "core.keys.generate core.staging core.seal core.session core.survey core.prefetch",
     "core.checkpoint",
     "core.writer core.inspection core.environment",
     "core.single core.export core.rewrap",

@@ -168,7 +168,7 @@ def test_no_more_threads_to_be_had(monkeypatch):
         def submit(self, work):
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(pool, "_executor", Broken)
+    monkeypatch.setattr(pool, "_pool", Broken)
     done = []
     run_jobs(done.append, range(8))
     assert sorted(done) == list(range(8))
