@@ -43,6 +43,7 @@ class Checkpoint:
         self.manifest: mf.Manifest | None = None
         self.signer: TrustedSigner | None = None
         self._places: dict[int, str] = {}
+        self._members: dict[str, set[str]] = {}  # tensors of the root checkpoint by shard
         if not self.folder.is_dir():
             raise MissingFileError("no such folder", path=self.folder)
         config = session.config
@@ -57,6 +58,8 @@ class Checkpoint:
             raise annotate(e, str(self.folder)) from None
         mf.check_files(self.folder, self.manifest, partial=partial)
         self._check_index(self.manifest)
+        for name, shard in self.manifest.weights.items():
+            self._members.setdefault(shard, set()).add(name)
 
     def shards(self) -> list[str]:
         """Relative paths of the safetensors files, sorted."""
@@ -121,11 +124,11 @@ class Checkpoint:
         profile = file.profile
         if profile is None or (profile.model_id, profile.release) != (self.manifest.model_id, self.manifest.release):
             raise ManifestError(f"{shard} belongs to another model or release")
-        mine = {name for name, where in self.manifest.weights.items() if where == shard}
-        if not mine:
+        mine = self._members.get(shard)
+        if mine is None:
             return  # not of the root checkpoint
         if mine != file.header.tensors.keys():
             raise ManifestError(f"{shard} does not hold the tensors that the manifest says")
         place, number = profile.shard
-        if number != len(set(self.manifest.weights.values())) or self._places.setdefault(place, shard) != shard:
+        if number != len(self._members) or self._places.setdefault(place, shard) != shard:
             raise ManifestError(f"{shard} calls itself number {place} of {number}, which does not fit the other shards")
