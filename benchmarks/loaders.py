@@ -43,6 +43,14 @@ _THP = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 LOADERS = {
     "secure": Loader("secure_loader, encrypted", OURS, "secure", peers.secure, (*_ST, "secure_loader.torch")),
+    "secure-bypass": Loader(
+        "secure_loader, O_DIRECT",
+        OURS,
+        "secure",
+        peers.secure,
+        (*_ST, "secure_loader.torch"),
+        {"SECURE_LOADER_PAGE_CACHE": "bypass"},
+    ),
     "floor": Loader("floor: plain pread, 2 threads", "none", "plain", peers.plain_pread(2, 4 << 20), _ST),
     "floor-cold": Loader("floor: plain pread, 16 in flight", "none", "plain", peers.plain_pread(16, 1 << 20), _ST),
     "safetensors-owned-thp": Loader(

@@ -7,7 +7,7 @@ from benchmarks.loaders import LOADERS, entries
 from benchmarks.model import Case, Goal, Quantity, Size, Suite
 
 SMALL, LARGE = "0.6b", "4b-part"
-_ALL = [name for name in LOADERS if name not in ("floor-cold", "secure-clear")]
+_ALL = [name for name in LOADERS if name not in ("floor-cold", "secure-bypass", "secure-clear")]
 _INTERESTING = (
     "secure",
     "floor",

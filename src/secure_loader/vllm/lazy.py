@@ -21,7 +21,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..core.archive import TensorFile
-from ..core.memory import advise_huge
 from ..core.pipeline import JOB_BYTES
 from ..core.tensors import empty, framework
 from ..core.types import DTYPES, TensorInfo
@@ -219,9 +218,6 @@ class LazyTensor(torch.Tensor):
             and target.numel() > 0
         )
         if direct:
-            # vLLM's parameters are new, untouched memory: in huge pages they are filled several times faster.
-            storage = target.untyped_storage()
-            advise_huge(storage.data_ptr(), storage.nbytes())
             array: Any = target.detach().reshape(-1).view(torch.uint8).numpy()
             self._read_into(memoryview(array))
         else:
