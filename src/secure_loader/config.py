@@ -63,7 +63,7 @@ class LoaderConfig:
     clear_tensors: str = "map"
     threads: int | None = None
     page_cache: str = "keep"
-    prefetch_bytes: int = 1 << 30
+    prefetch_bytes: int = 2 << 30
     allow_missing_weights: bool = False
     insecure_allow_plaintext: bool = False
     insecure_allow_legacy: bool = False

@@ -164,7 +164,8 @@ class Context:
         tensors = [(file, name) for file in opened.values() if file is not None for name in file.header.tensors]
         self._read_ahead = {path for path, file in opened.items() if file is not None}
         options = Options(page_cache=self.session.config.page_cache)
-        self.ahead = Prefetch(sorted(tensors, key=lambda t: natural_key(t[1])), framework("pt"), budget, options)
+        tensors.sort(key=lambda t: natural_key(t[1]))
+        self.ahead = Prefetch(tensors, framework("pt"), budget, options, at_once=True)
 
     def stop_reading_ahead(self) -> None:
         """Wipe what was decrypted and not asked for."""

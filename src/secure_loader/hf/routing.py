@@ -141,19 +141,14 @@ def _deserialize(data: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------- writing
 
 
-class _Borrowed:
+def _borrowed(address: int, nbytes: int) -> memoryview:
     """The memory that a ``TensorSpec`` points to; whoever made the spec keeps it alive during the call."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self._view = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B") if nbytes else b""
-
-    def read_into(self, out: memoryview, start: int) -> None:
-        out[:] = self._view[start : start + out.nbytes]
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
 
 
 def _plain_tensors(specs: Mapping[str, Any]) -> list[PlainTensor]:
     tensors = [
-        PlainTensor(name, s.dtype, tuple(s.shape), s.data_len, _Borrowed(s.data_ptr, s.data_len))
+        PlainTensor(name, s.dtype, tuple(s.shape), s.data_len, _borrowed(s.data_ptr, s.data_len))
         for name, s in specs.items()
     ]
     # safetensors' own order.

@@ -172,3 +172,30 @@ def test_files_that_are_not_cached(file, tensors):
     with start(file, 1 << 40) as ahead:
         for name, tensor in tensors.items():
             assert torch.equal(ahead.take(file, name), tensor)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_at_once(file, tensors, threads, monkeypatch, cached):
+    monkeypatch.setattr(type(file.source), "is_cached", lambda self, offset: cached)
+    with Prefetch([(file, n) for n in tensors], framework("pt"), 1 << 40, file.read_options, at_once=True) as ahead:
+        assert not cached or not ahead._pending
+        for name, tensor in tensors.items():
+            assert torch.equal(ahead.take(file, name), tensor)
+
+
+def test_an_interruption_while_it_fills_up_leaves_nothing(file, monkeypatch):
+    real, seen = prefetch.run, []
+
+    def interrupted(job, options, **more):
+        real(job, options, **more)
+        if threading.current_thread() is threading.main_thread():
+            seen.append(1)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(prefetch, "run", interrupted)
+    closed = []
+    monkeypatch.setattr(Prefetch, "close", lambda self, close=Prefetch.close: close(self) or closed.append(self))
+    with pytest.raises(KeyboardInterrupt):
+        Prefetch([(file, n) for n in file.header.tensors], framework("pt"), 1 << 40, file.read_options, at_once=True)
+    assert seen
+    assert not closed[0]._active
