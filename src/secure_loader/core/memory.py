@@ -1,7 +1,7 @@
 """Private memory for plaintext and for ciphertext on its way, in huge pages where the system gives them.
 
-First touch of new memory is half of the cost of a load: the kernel zeroes every page, at 12 GB/s in pages of 2 MiB and
-at 2 GB/s in pages of 4 KiB (docs/performance.md). So memory is mapped on 2 MiB borders, advised, and touched by the
+First touch of new memory is a third of the cost of a load in pages of 2 MiB, which the kernel zeroes at 12 GB/s a thread,
+and far more in pages of 4 KiB (docs/adr/0008). So memory is mapped on 2 MiB borders, advised, and touched by the
 thread that is about to fill it. All of this is advice: where a system does not take it, loads are slower and the same.
 """
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from .atomic import pwrite_all
+from .pool import CLEANING_TRIES, insist
 from .secrets import wipe
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -37,6 +38,9 @@ class Output:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         # They held plaintext for a moment, or still do where something failed.
+        insist(self._wipe, CLEANING_TRIES)
+
+    def _wipe(self) -> None:
         for buffer in self._free:
             wipe(buffer)
 

@@ -27,8 +27,8 @@ from .source import DIRECT_ALIGN, FileSource
 JOB_BYTES = 2 << 20
 # Fewer bytes are not worth a system call of their own.
 _POPULATE = 256 << 10
-# Fewer jobs are not worth asking whether their bytes are in the page cache.
-_MIN_JOBS = 8
+# Places that are asked whether they are in the page cache.
+_SAMPLES = 8
 
 
 class Stored(Protocol):
@@ -243,7 +243,7 @@ def read(wanted: Sequence[Wanted], options: Options = Options()) -> None:
     def clean_up() -> None:
         wipe_all(wanted)
 
-    waiting = will_wait(jobs, options)
+    waiting = will_wait([(job[0].wanted.stored.source, job[0].place) for job in jobs], options)
     # A disk is fastest when each of its readers follows a stretch of its own, rather than all of them in turns.
     length = -(-len(jobs) // (2 * WAITING_THREADS)) if waiting else 1
     stretches = [jobs[i : i + length] for i in range(0, len(jobs), length)]
@@ -276,16 +276,22 @@ def release(jobs: Sequence[Sequence[Piece]], options: Options) -> None:
         source.drop_cache(start, stop - start)
 
 
-def will_wait(jobs: Sequence[Sequence[Piece]], options: Options) -> bool:
-    """Whether jobs will wait for a disk more than they compute: a few samples tell. The system is told to read ahead."""
-    if len(jobs) < _MIN_JOBS:
+def will_wait(places: Sequence[tuple[FileSource, int]], options: Options) -> bool:
+    """Whether reading will wait for a disk more than it computes: a few samples tell. The system is told to read ahead.
+
+    Args:
+        places: Files and offsets of what will be read; fewer than eight are not worth asking.
+        options: How to read.
+    """
+    if len(places) < _SAMPLES:
         return False
-    samples = jobs[:: len(jobs) // _MIN_JOBS]
-    if options.page_cache != "bypass":
-        if all(job[0].wanted.stored.source.is_cached(job[0].place) for job in samples):
-            return False
-        for source in {job[0].wanted.stored.source for job in samples}:
-            source.read_ahead()
+    if options.page_cache == "bypass":
+        return True
+    samples = places[:: len(places) // _SAMPLES]
+    if all(source.is_cached(offset) for source, offset in samples):
+        return False
+    for source in {source for source, _ in samples}:
+        source.read_ahead()
     return True
 
 

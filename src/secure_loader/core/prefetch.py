@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from ..errors import ReadError
 from .archive import TensorFile
-from .pipeline import Options, Piece, Wanted, plan, release, run, wipe_all
+from .pipeline import Options, Piece, Wanted, plan, release, run, will_wait, wipe_all
 from .pool import WAITING_THREADS, insist, submit, threads
 from .tensors import Framework, empty_many
 
@@ -87,14 +87,16 @@ class Prefetch:
         self._workers = 0
         self._hired = 0
         self._stopped = False
-        self._waiting = self._is_cold()
+        places = [(f.source, f.header.body_start + f.info(n).start) for b in self._pending for f, n in b.tensors]
+        self._waiting = will_wait(places, options)
         at_once = at_once and not self._waiting
         with self._lock:
             self._hire(besides=int(at_once))
         try:
             while at_once and self._work_on(self._next):
                 pass
-            failed = next((batch.error for batch in self._active if batch.error is not None), None)
+            with self._lock:
+                failed = next((batch.error for batch in self._active if batch.error is not None), None)
             if at_once and failed is not None:
                 raise failed
         except BaseException:
@@ -148,15 +150,18 @@ class Prefetch:
                 self._stopped = True
                 self._pending.clear()
                 self._of.clear()
-                for batch in self._active:
+                batches = list(self._active)
+                for batch in batches:
+                    # Before anything is wiped: whoever still waits for one of them gets an error, not zeros.
+                    batch.ready.clear()
                     if not batch.complete:
                         self._fail(batch, ReadError("the load has ended"))
-            for batch in self._active:
+            for batch in batches:
                 with batch.work:
                     wipe_all(list(batch.wanted.values()))
                 batch.wanted.clear()
-                batch.ready.clear()
-            self._active.clear()
+            with self._lock:
+                self._active.clear()
 
         insist(stop)
 
@@ -165,16 +170,6 @@ class Prefetch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-    def _is_cold(self) -> bool:
-        tensors = [t for batch in self._pending for t in batch.tensors]
-        places = [(f.source, f.header.body_start + f.info(n).start) for f, n in tensors[:: max(1, len(tensors) // 8)]]
-        if self._options.page_cache == "bypass":
-            return True
-        cold = {source for source, offset in places if not source.is_cached(offset)}
-        for source in cold:
-            source.read_ahead()
-        return bool(cold)
 
     # The rest is called with the lock held, but for _work and _work_on.
 

@@ -14,7 +14,7 @@ from secure_loader.core.archive import Archive
 from secure_loader.core.pool import set_threads
 from secure_loader.core.prefetch import Prefetch
 from secure_loader.core.tensors import framework
-from secure_loader.errors import AuthenticationError, OutOfMemoryError
+from secure_loader.errors import AuthenticationError, OutOfMemoryError, ReadError
 from secure_loader.torch import save_file
 from tests.attacks.kit import KEY, SIGN, Victim, flip, tensor_offset
 
@@ -199,3 +199,33 @@ def test_an_interruption_while_it_fills_up_leaves_nothing(file, monkeypatch):
         Prefetch([(file, n) for n in file.header.tensors], framework("pt"), 1 << 40, file.read_options, at_once=True)
     assert seen
     assert not closed[0]._active
+
+
+def test_whoever_waits_while_it_closes_gets_an_error_and_no_zeros(file, monkeypatch):
+    real, go = prefetch.run, threading.Event()
+
+    def waits(job, options, **more):
+        go.wait(20)
+        real(job, options, **more)
+
+    monkeypatch.setattr(prefetch, "run", waits)
+    ahead, met = start(file, 1 << 40), []
+
+    def taker():
+        try:
+            met.append(ahead.take(file, "t00"))
+        except ReadError as e:
+            met.append(e)
+
+    waiting, closing = threading.Thread(target=taker), threading.Thread(target=ahead.close)
+    waiting.start()
+    while prefetch._key(file, "t00") in ahead._of:
+        time.sleep(0.001)
+    closing.start()
+    while not ahead._stopped:
+        time.sleep(0.001)
+    go.set()
+    for thread in (waiting, closing):
+        thread.join(20)
+    assert [type(m) for m in met] == [ReadError]
+    assert not ahead._active
