@@ -17,7 +17,7 @@ LAYERS = (
     "errors",
     "core.types core.secrets core.report core.memory core.pool",
     "core.strict_json core.home",
-    "core.header config",
+    "core.header core.device.batch config",
     "core.aead core.source",
     "core.envelope core.atomic core.index core.tensors",
     "core.output core.keys.jwk core.slicing core.policy",

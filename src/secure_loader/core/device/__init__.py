@@ -1,0 +1,1 @@
+"""Decrypting where the tensors go: the device kernels, and the pipeline that feeds them."""
