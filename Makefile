@@ -6,12 +6,13 @@ FUZZ_SECONDS ?= 60
 VENV := .venv
 DEMO := .venv-demo
 BENCH := .venv-bench
+CUBINS := .venv-cubins
 TRANSFORMERS := 5.17.0 5.23.0
 SHIM := requirements/vllm-metadata
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-transformers lint types fuzz vectors locks env clean clean-bench distclean
+.PHONY: help demo bench test test-transformers lint types fuzz vectors cubins locks env clean clean-bench distclean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -56,6 +57,9 @@ fuzz: $(VENV)/.ready ## Fuzz the parsers of untrusted bytes for a minute (FUZZ_S
 vectors: $(VENV)/.ready ## Write tests/vectors again from their script
 	@$(VENV)/bin/python -m tests.vectors.make
 
+cubins: $(CUBINS)/.locked ## Compile csrc into the device code that the wheel carries (no GPU, no compiler needed)
+	@PYTHONPATH=src $(CUBINS)/bin/python tools/make_cubins.py $(ARGS)
+
 locks: $(VENV)/.ready ## Resolve requirements/*.in into the locks again (ARGS=--upgrade for new versions)
 	@UV=$(CURDIR)/$(VENV)/bin/uv requirements/lock $(ARGS)
 
@@ -69,7 +73,7 @@ clean-bench: ## Remove the models that benchmarks were run on (several GB, outsi
 	@$(PYTHON) -m benchmarks.cache --remove
 
 distclean: clean ## Remove the environments as well
-	@rm -rf $(VENV) $(DEMO) $(BENCH) $(TRANSFORMERS:%=.venv-transformers-%)
+	@rm -rf $(VENV) $(DEMO) $(BENCH) $(CUBINS) $(TRANSFORMERS:%=.venv-transformers-%)
 
 # Two stamps for each environment: .locked follows the locks, .ready also our own metadata (entry points). The project is
 # installed in place, built with the pinned backend that the locks have put there.
@@ -82,6 +86,10 @@ $(VENV)/.locked $(DEMO)/.locked $(BENCH)/.locked: requirements/models.txt requir
 
 $(VENV)/.ready $(DEMO)/.ready $(BENCH)/.ready: %/.ready: %/.locked pyproject.toml $(SHIM)/pyproject.toml
 	@$*/bin/uv pip install --quiet --python $*/bin/python --no-deps --no-build-isolation ./$(SHIM) --editable .
+	@touch $@
+
+$(CUBINS)/.locked: requirements/cubins.txt requirements/build.txt requirements/sync
+	@requirements/sync $(@D) $<
 	@touch $@
 
 .venv-transformers-%/.locked: requirements/transformers-%.txt requirements/models.txt requirements/sync
