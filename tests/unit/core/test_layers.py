@@ -18,7 +18,7 @@ LAYERS = (
     "core.types core.secrets core.report core.memory core.pool",
     "core.strict_json core.home",
     "core.header core.device.batch config",
-    "core.aead core.source",
+    "core.aead core.device.abi core.source",
     "core.envelope core.atomic core.index core.tensors",
     "core.output core.keys.jwk core.slicing core.policy",
     "core.copying",
