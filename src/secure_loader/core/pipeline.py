@@ -13,7 +13,7 @@ import hmac
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..errors import AuthenticationError, KeyAccessError, SecureLoaderError
 from .aead import TAG_BYTES, Cipher, chunk_nonce, open_into
@@ -184,28 +184,24 @@ class Wanted:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One piece of a tensor to be read: how much is stored, and which part of it was asked for."""
+class Piece(NamedTuple):
+    """One piece of a tensor to be read: how much is stored, and which part of it was asked for.
+
+    There are as many as chunks: what is asked of each of them several times is worked out once.
+
+    Attributes:
+        wanted: What it is a piece of.
+        index: Its number in the tensor.
+        first: Tensor byte at which it begins.
+        nbytes: Its size as stored.
+        place: File offset.
+    """
 
     wanted: Wanted
     index: int
-
-    @property
-    def first(self) -> int:
-        """Tensor byte at which it begins."""
-        return self.index * self.wanted.stored.step
-
-    @property
-    def nbytes(self) -> int:
-        """Its size as stored."""
-        stored = self.wanted.stored
-        return max(0, min(stored.step, stored.nbytes - self.first))
-
-    @property
-    def place(self) -> int:
-        """File offset."""
-        return self.wanted.stored.offset + self.first
+    first: int
+    nbytes: int
+    place: int
 
     def target(self) -> memoryview | None:
         """The destination of its plaintext where all of it is wanted."""
@@ -315,12 +311,12 @@ def plan(wanted: Sequence[Wanted]) -> list[list[Piece]]:
             # v2 gives an empty tensor one tag all the same; v1 and clear ones have nothing to check.
             indexes = range(1 if isinstance(stored, SealedBytes) and not stored.nbytes and stored.tags else 0)
         for index in indexes:
-            piece = Piece(w, index)
-            place, nbytes = piece.place, piece.nbytes
+            first = index * step
+            nbytes, place = max(0, min(step, stored.nbytes - first)), stored.offset + first
             if nbytes > room or place != end or stored.source is not source:
                 jobs.append([])
                 room = JOB_BYTES
-            jobs[-1].append(piece)
+            jobs[-1].append(Piece(w, index, first, nbytes, place))
             room -= nbytes
             end, source = place + nbytes, stored.source
     return jobs
