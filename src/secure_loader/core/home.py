@@ -36,6 +36,14 @@ def state_dir() -> Path:
     return home() / "state"
 
 
+def cache_dir() -> Path:
+    """What can be made again: ``cache`` in a home folder that was named, or a folder in the user's cache."""
+    if os.environ.get(HOME_VARIABLE):
+        return home() / "cache"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "secure_loader"
+
+
 def default_key_sources() -> list[str]:
     """References to master keys when the caller named none: ``SECURE_LOADER_KEYS`` (comma-separated), then ``keys/``.
 
