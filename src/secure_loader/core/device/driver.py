@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ...errors import DeviceError
@@ -122,9 +122,7 @@ class Driver:
         """How many blocks of this many threads one multiprocessor holds."""
         return int(self._call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, 0))
 
-    def launch(
-        self, function: Any, blocks: int, threads: int, stream: int, args: Sequence[int | ctypes.c_uint32]
-    ) -> None:
+    def launch(self, function: Any, blocks: int, threads: int, stream: int, *args: int | ctypes.c_uint32) -> None:
         """Queue a kernel.
 
         Args:
