@@ -139,11 +139,14 @@ def run_jobs(
         raise
 
 
-class _Helpers:
+class Helpers:
     """Threads that help the calling one, for as long as it wants.
 
     A signal may raise between any two steps of the calling thread, so it counts nothing up and down. And these are plain
     locks: the ``with`` of a Condition is written in Python, and can be interrupted while it holds its lock, for ever.
+
+    Args:
+        work: What each of them does, to its end.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -160,14 +163,19 @@ class _Helpers:
                 if work is None:
                     return
                 self._busy.append(mine)
-            work()
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._busy.remove(mine)
 
     def dismiss(self) -> None:
         """Let nobody begin any more, and wait for those who have. May be called again after an interruption."""
         with self._lock:
             # Whoever comes late, or never, must not keep files and buffers in sight.
             self._work = None
-        for one in self._busy:
+            busy = list(self._busy)
+        for one in busy:
             with one:
                 pass
 
@@ -192,7 +200,7 @@ def _fan_out(
             except BaseException as e:  # noqa: BLE001 - raised again below, in the caller's thread
                 failed.append(e)
 
-    helpers = _Helpers(work)
+    helpers = Helpers(work)
     try:
         start(helpers.run)
         work()
