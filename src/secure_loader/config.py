@@ -1,16 +1,18 @@
 """Settings: one frozen dataclass, filled from a TOML file, then the environment, then explicit arguments.
 
-============================  =========================================================================
-environment variable          meaning
-============================  =========================================================================
-``SECURE_LOADER_HOME``        folder with ``keys/``, ``trust/``, ``state/`` and ``config.toml``
-``SECURE_LOADER_CONFIG``      another TOML file
-``SECURE_LOADER_KEYS``        comma-separated key references: paths, ``file:…``, ``env:NAME``
-``SECURE_LOADER_THREADS``     threads of the shared pool
-``SECURE_LOADER_INTEGRITY``   ``tags`` or ``full``
-``SECURE_LOADER_PAGE_CACHE``  ``keep``, ``drop`` or ``bypass``
-``SECURE_LOADER_AUTOLOAD``    ``0`` keeps ``import torch`` from preparing the Transformers hook
-============================  =========================================================================
+========================================  =========================================================================
+environment variable                      meaning
+========================================  =========================================================================
+``SECURE_LOADER_HOME``                    folder with ``keys/``, ``trust/``, ``state/`` and ``config.toml``
+``SECURE_LOADER_CONFIG``                  another TOML file
+``SECURE_LOADER_KEYS``                    comma-separated key references: paths, ``file:…``, ``env:NAME``
+``SECURE_LOADER_THREADS``                 threads of the shared pool
+``SECURE_LOADER_INTEGRITY``               ``tags`` or ``full``
+``SECURE_LOADER_PAGE_CACHE``              ``keep``, ``drop`` or ``bypass``
+``SECURE_LOADER_DEVICE_KERNELS``          ``auto``, ``cubin``, ``nvrtc``, ``triton`` or ``cpu``
+``SECURE_LOADER_REQUIRE_DEVICE_KERNELS``  ``1``: what goes to a GPU is decrypted there, or not at all
+``SECURE_LOADER_AUTOLOAD``                ``0`` keeps ``import torch`` from preparing the Transformers hook
+========================================  =========================================================================
 
 Settings whose name begins with ``insecure_`` are taken from explicit arguments and TOML only, never from the
 environment.
@@ -50,6 +52,10 @@ class LoaderConfig:
             ``"drop"``: released behind the reader, for machines short of memory. ``"bypass"``: never made (O_DIRECT);
             every load waits for the disk.
         prefetch_bytes: Plaintext that adapters may decrypt ahead of the model that asks for it; 0 decrypts on demand.
+        device_kernels: What decrypts tensors for a GPU: ``"auto"`` takes the first that works, in the order ``"cubin"``,
+            ``"nvrtc"``, ``"triton"``; one of these names takes no other; ``"cpu"`` decrypts before the copy. All of them
+            authenticate.
+        require_device_kernels: Raise where nothing can decrypt on the GPU, instead of decrypting on the CPU.
         allow_missing_weights: Let a framework initialise weights that the checkpoint does not hold, such as the new head
             of a model that is going to be trained. Weights that the manifest lists must be read all the same.
         insecure_allow_plaintext: Accept files that are not encrypted where encrypted ones are demanded.
@@ -64,6 +70,8 @@ class LoaderConfig:
     threads: int | None = None
     page_cache: str = "keep"
     prefetch_bytes: int = 2 << 30
+    device_kernels: str = "auto"
+    require_device_kernels: bool = False
     allow_missing_weights: bool = False
     insecure_allow_plaintext: bool = False
     insecure_allow_legacy: bool = False
@@ -75,14 +83,17 @@ class LoaderConfig:
         _one_of("integrity", self.integrity, ("tags", "full"))
         _one_of("clear_tensors", self.clear_tensors, ("map", "copy"))
         _one_of("page_cache", self.page_cache, ("keep", "drop", "bypass"))
+        _one_of("device_kernels", self.device_kernels, ("auto", "cubin", "nvrtc", "triton", "cpu"))
         if type(self.prefetch_bytes) is not int or self.prefetch_bytes < 0:
             raise ConfigError(f"prefetch_bytes must be a number of bytes, not {self.prefetch_bytes!r}")
         if self.threads is not None and (type(self.threads) is not int or not 1 <= self.threads <= 256):
             raise ConfigError(f"threads must be a number from 1 to 256, not {self.threads!r}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name.startswith(("insecure_", "allow_")) and type(value) is not bool:
+            if field.name.startswith(("insecure_", "allow_", "require_")) and type(value) is not bool:
                 raise ConfigError(f"{field.name} must be true or false, not {value!r}")
+        if self.require_device_kernels and self.device_kernels == "cpu":
+            raise ConfigError('require_device_kernels contradicts device_kernels = "cpu"')
 
     def replace(self, options: Mapping[str, Any]) -> LoaderConfig:
         """These settings with some replaced.
@@ -167,12 +178,15 @@ def _from_environment() -> dict[str, Any]:
         if not threads.isdecimal():
             raise ConfigError(f"SECURE_LOADER_THREADS must be a number, not {threads!r}")
         options["threads"] = int(threads)
-    integrity = os.environ.get("SECURE_LOADER_INTEGRITY")
-    if integrity:
-        options["integrity"] = integrity
-    page_cache = os.environ.get("SECURE_LOADER_PAGE_CACHE")
-    if page_cache:
-        options["page_cache"] = page_cache
+    for name in ("integrity", "page_cache", "device_kernels"):
+        value = os.environ.get(f"SECURE_LOADER_{name.upper()}")
+        if value:
+            options[name] = value
+    require = os.environ.get("SECURE_LOADER_REQUIRE_DEVICE_KERNELS")
+    if require:
+        if require not in ("0", "1"):
+            raise ConfigError(f"SECURE_LOADER_REQUIRE_DEVICE_KERNELS must be 0 or 1, not {require!r}")
+        options["require_device_kernels"] = require == "1"
     return options
 
 

@@ -38,6 +38,9 @@ def _environment(found: Environment, out: Output) -> list[str]:
             ]
         ),
         "",
+        *table(["device", "decrypted by"], [[clean(d.name), d.kernels] for d in found.devices]),
+        *(f"    {clean(reason)}" for d in found.devices for reason in d.reasons),
+        "",
         *table(
             ["package", "installed", "supported"],
             [[p.name, (p.version or "-") + _remark(p), p.supported or "-"] for p in found.packages],

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, config
-from ..errors import SecureLoaderError
+from ..errors import DeviceError, SecureLoaderError
+from .device.choice import survey
 from .home import default_key_sources, home, keys_dir, state_dir, trust_dir
 from .keys.jwk import MasterKey, SigningKey
 from .keys.local import key_files, read_keys
@@ -27,7 +28,7 @@ from .pool import threads
 from .trust_files import list_trusted
 
 _OURS = "secure-loader"
-PACKAGES = ("cryptography", "safetensors", "numpy", "torch", "transformers", "vllm")
+PACKAGES = ("cryptography", "safetensors", "numpy", "torch", "cuda-bindings", "transformers", "vllm")
 # What the AEADs run on: x86 names, then Arm's.
 _CPU_FLAGS = ("aes", "pclmulqdq", "vaes", "vpclmulqdq", "avx2", "avx512f", "sha_ni", "pmull", "sha2")
 _COMPARE = {
@@ -80,6 +81,21 @@ class Hook:
 
 
 @dataclass(frozen=True, slots=True)
+class Device:
+    """What decrypts on a GPU, or why nothing does.
+
+    Attributes:
+        name: Of the device, with its number and architecture.
+        kernels: What passed its test there.
+        reasons: Why each way that comes before it was not taken.
+    """
+
+    name: str
+    kernels: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Environment:
     """What an installation consists of.
 
@@ -93,6 +109,7 @@ class Environment:
         hooks: Entry points.
         cpu_flags: Those that speed up the AEADs; empty when unknown.
         threads: Threads of the shared pool.
+        devices: GPUs that CUDA knows; where there is none, one line that says why.
         home: Home folder.
         master_keys: Number of master keys in files that are looked at.
         signing_keys: Number of signing keys there.
@@ -110,6 +127,7 @@ class Environment:
     hooks: tuple[Hook, ...]
     cpu_flags: tuple[str, ...]
     threads: int
+    devices: tuple[Device, ...]
     home: str
     master_keys: int
     signing_keys: int
@@ -126,10 +144,11 @@ def describe() -> Environment:
     """Look at this installation. Raises nothing: what is wrong is among the problems."""
     problems = list(_permission_problems())
     sources: tuple[str, ...] = ()
-    pool = threads()
+    pool, kernels = threads(), "auto"
     try:
         sources = tuple(default_key_sources())
-        pool = config.load().threads or pool
+        settings = config.load()
+        pool, kernels = settings.threads or pool, settings.device_kernels
     except SecureLoaderError as e:
         problems.append(str(e))
     masters, signing, key_problems = _count_keys(sources)
@@ -148,6 +167,7 @@ def describe() -> Environment:
         hooks=hooks,
         cpu_flags=_cpu_flags(),
         threads=pool,
+        devices=tuple(_devices(kernels)),
         home=str(home()),
         master_keys=masters,
         signing_keys=signing,
@@ -161,6 +181,17 @@ def _openssl() -> str:
     from cryptography.hazmat.backends.openssl.backend import backend
 
     return str(backend.openssl_version_text())
+
+
+def _devices(setting: str) -> Iterator[Device]:
+    try:
+        for gpu, name, reasons in survey(setting):
+            yield Device(f"cuda:{gpu.ordinal} {gpu.name} (sm_{gpu.arch})", name, reasons)
+    except DeviceError as e:
+        if os.path.exists("/dev/kfd"):
+            yield Device("AMD", "Triton, which is not tried here", ())
+        else:
+            yield Device("none", "the CPU decrypts what goes to a GPU, then it is copied", (e.message,))
 
 
 def _packages() -> Iterator[Package]:

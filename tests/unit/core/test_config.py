@@ -10,6 +10,7 @@ import pytest
 
 from secure_loader import Session, safe_open
 from secure_loader.config import LoaderConfig, explain, load
+from secure_loader.core.device import choice
 from secure_loader.errors import ConfigError
 from tests.attacks.kit import KEY, assert_no_secret
 
@@ -70,6 +71,9 @@ def test_another_toml_file(tmp_path, monkeypatch):
         ("[loader]\nthreads = '2'\n", "threads must be a number"),
         ("[loader]\nintegrity = 'some'\n", "integrity must be one of tags, full"),
         ("[loader]\nclear_tensors = 'share'\n", "clear_tensors must be one of map, copy"),
+        ("[loader]\ndevice_kernels = 'gpu'\n", "device_kernels must be one of auto, cubin, nvrtc, triton, cpu"),
+        ("[loader]\nrequire_device_kernels = 1\n", "require_device_kernels must be true or false"),
+        ("[loader]\nrequire_device_kernels = true\ndevice_kernels = 'cpu'\n", "contradicts"),
         ("[loader]\ninsecure_allow_plaintext = 1\n", "insecure_allow_plaintext must be true or false"),
         ("[loader]\nkeys = 5\n", "keys takes references"),
         ("[loader]\nkeys = [5]\n", "keys takes references"),
@@ -88,6 +92,20 @@ def test_refused_environment(monkeypatch, value):
     monkeypatch.setenv("SECURE_LOADER_THREADS", value)
     with pytest.raises(ConfigError, match=r"(?i)threads must be"):
         load()
+
+
+def test_device_kernels_from_the_environment(monkeypatch):
+    monkeypatch.setenv("SECURE_LOADER_DEVICE_KERNELS", "nvrtc")
+    monkeypatch.setenv("SECURE_LOADER_REQUIRE_DEVICE_KERNELS", "1")
+    assert (load().device_kernels, load().require_device_kernels) == ("nvrtc", True)
+    monkeypatch.setenv("SECURE_LOADER_REQUIRE_DEVICE_KERNELS", "yes")
+    with pytest.raises(ConfigError, match="must be 0 or 1"):
+        load()
+
+
+def test_device_kernels_are_those_that_there_are():
+    for setting in choice.SETTINGS:
+        assert load({"device_kernels": setting}).device_kernels == setting
 
 
 def test_insecure_settings_do_not_come_from_the_environment(monkeypatch):

@@ -53,8 +53,10 @@ class Driver:
         try:
             (code,) = driver.cuInit(0)
         except Exception as e:
-            # Whatever cuda-bindings raises where libcuda.so.1 is not found; the class changed between releases.
-            raise DeviceError(f"no CUDA driver: {str(e).splitlines()[0]}") from e
+            # Whatever cuda-bindings raises where there is no library; the class changed between releases.
+            missing = "NotFound" in type(e).__name__
+            reason = "libcuda.so.1 was not found" if missing else str(e).partition("\n")[0]
+            raise DeviceError(f"no CUDA driver: {reason}") from e
         self._check("cuInit", code)
 
     def _check(self, what: str, code: Any) -> None:
