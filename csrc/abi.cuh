@@ -28,7 +28,7 @@
 
 // A raw key.
 struct SlKey {
-  u8 bytes[32];
+  u32 words[8];           // its bytes as they are; 16 of them for AES-128
   u32 nbytes;             // 16 or 32
   u32 reserved[3];
 };
