@@ -84,12 +84,15 @@ class Launcher:
         context, self._context = self._context, None
         if context is None:
             return
-        with contextlib.suppress(DeviceError), self._driver.current(context), contextlib.ExitStack() as steps:
-            if self._module is not None:
-                steps.callback(self._driver.unload, self._module)
-            steps.callback(self._workspaces.close)
-        with contextlib.suppress(DeviceError):
-            self._driver.release(self._ordinal)
+        try:
+            with contextlib.ExitStack() as steps:
+                steps.callback(self._driver.release, self._ordinal)
+                steps.enter_context(self._driver.current(context))
+                if self._module is not None:
+                    steps.callback(self._driver.unload, self._module)
+                steps.callback(self._workspaces.close)
+        except DeviceError as e:
+            _log.warning("device %d does not take its memory back: %s", self._ordinal, e)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -152,15 +155,10 @@ class Launcher:
 
         May be called again after an interruption: ``parts`` holds those that are still to be done.
         """
-        for part in parts:
-            # First, so that it is done whatever the driver says. A copy that is still under way reads keys or zeros, and
-            # what it writes is overwritten next.
-            part.workspace.clear_host()
         while parts:
             part = parts[-1]
             try:
-                with self.current():
-                    self._scrub(part, stream)
+                self._scrub(part, stream)
             except DeviceError as e:
                 # The device may still use its memory: it is neither used again nor freed.
                 parts.pop()
@@ -168,12 +166,21 @@ class Launcher:
             else:
                 self.give(parts)
 
-    def _scrub(self, part: Part, stream: int) -> None:
+    def _scrub(self, part: Part, stream: int, tries: int = 2) -> None:
         workspace, layout = part.workspace, part.layout
-        workspace.overwrite(self._driver, workspace.device + layout.keys, layout.end - layout.keys, stream)
-        for chunk in part.chunks:
-            workspace.overwrite(self._driver, chunk.address, chunk.nbytes, stream)
-        self._driver.synchronise(stream)
+        try:
+            with self.current():
+                workspace.overwrite(self._driver, workspace.device + layout.keys, layout.end - layout.keys, stream)
+                for chunk in part.chunks:
+                    workspace.overwrite(self._driver, chunk.address, chunk.nbytes, stream)
+                self._driver.synchronise(stream)
+        except DeviceError:
+            if tries == 1:
+                raise
+            self._scrub(part, stream, tries - 1)
+        finally:
+            # Whatever the driver says. Only the keys: the device may still be reading the list of chunks.
+            workspace.forget(layout.keys, layout.schedules)
 
     def give(self, parts: list[Part]) -> None:
         """Take the workspace of the last part back. Never twice, whatever interrupts: two launches would share it."""
@@ -182,7 +189,7 @@ class Launcher:
             with self.current():
                 self._workspaces.give(workspace)
         except DeviceError as e:
-            _log.warning("device %d: %s", self._ordinal, e)
+            _log.warning("device %d does not take its memory back: %s", self._ordinal, e)
 
     def reached(self, parts: Sequence[Part]) -> bool:
         """Whether the device is done with launches."""

@@ -101,12 +101,12 @@ class Workspace:
     def _view(self) -> memoryview:
         return memoryview((ctypes.c_char * self.host_bytes).from_address(self.host)).cast("B")
 
-    def clear_host(self) -> None:
-        """Overwrite the pinned memory, from the host."""
-        ctypes.memset(self.host, 0, self.host_bytes)
+    def forget(self, start: int, end: int) -> None:
+        """Overwrite a part of the pinned memory, from the host."""
+        ctypes.memset(self.host + start, 0, end - start)
 
     def overwrite(self, driver: Driver, address: int, nbytes: int, stream: int) -> None:
-        """Queue zeros over device memory of any size, in one of two ways; the pinned memory is cleared for the second.
+        """Queue zeros over device memory of any size, in one of two ways.
 
         Raises:
             DeviceError: Neither way can be queued.
@@ -116,7 +116,10 @@ class Workspace:
         try:
             driver.clear(address, nbytes, stream)
         except DeviceError:
-            self.clear_host()
+            # Copied from the pinned memory, once nothing reads it any more: half of a list of chunks would send kernels
+            # astray.
+            driver.synchronise(stream)
+            self.forget(0, self.host_bytes)
             for offset in range(0, nbytes, self.host_bytes):
                 driver.upload(address + offset, self.host, min(self.host_bytes, nbytes - offset), stream)
 
