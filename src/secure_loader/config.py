@@ -33,6 +33,8 @@ from .core.secrets import looks_like_key
 from .errors import ConfigError
 
 CONFIG_VARIABLE = "SECURE_LOADER_CONFIG"
+# Two slots of a page are the least that works; beyond the most there is nothing to gain.
+MIN_DEVICE_BUFFER, MAX_DEVICE_BUFFER = 64 << 10, 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class LoaderConfig:
             ``"nvrtc"``, ``"triton"``; one of these names takes no other; ``"cpu"`` decrypts before the copy. All of them
             authenticate.
         require_device_kernels: Raise where nothing can decrypt on the GPU, instead of decrypting on the CPU.
+        device_buffer_bytes: Pinned host memory that one load to a GPU may take on its way there; less where less is loaded.
         allow_missing_weights: Let a framework initialise weights that the checkpoint does not hold, such as the new head
             of a model that is going to be trained. Weights that the manifest lists must be read all the same.
         insecure_allow_plaintext: Accept files that are not encrypted where encrypted ones are demanded.
@@ -70,6 +73,7 @@ class LoaderConfig:
     threads: int | None = None
     page_cache: str = "keep"
     prefetch_bytes: int = 2 << 30
+    device_buffer_bytes: int = 256 << 20
     device_kernels: str = "auto"
     require_device_kernels: bool = False
     allow_missing_weights: bool = False
@@ -86,6 +90,11 @@ class LoaderConfig:
         _one_of("device_kernels", self.device_kernels, ("auto", "cubin", "nvrtc", "triton", "cpu"))
         if type(self.prefetch_bytes) is not int or self.prefetch_bytes < 0:
             raise ConfigError(f"prefetch_bytes must be a number of bytes, not {self.prefetch_bytes!r}")
+        size = self.device_buffer_bytes
+        if type(size) is not int or not MIN_DEVICE_BUFFER <= size <= MAX_DEVICE_BUFFER:
+            raise ConfigError(
+                f"device_buffer_bytes must be from {MIN_DEVICE_BUFFER} to {MAX_DEVICE_BUFFER}, not {size!r}"
+            )
         if self.threads is not None and (type(self.threads) is not int or not 1 <= self.threads <= 256):
             raise ConfigError(f"threads must be a number from 1 to 256, not {self.threads!r}")
         for field in dataclasses.fields(self):

@@ -11,6 +11,8 @@ from typing import Any, NoReturn, Protocol, Self
 
 from ..errors import ConfigError, NotEncryptedError, ReadError, SecureLoaderError, TensorNameError
 from . import slicing
+from .device.engine import Engine, engine_for
+from .device.plan import Part
 from .envelope import Envelope, Profile
 from .header import Header
 from .keys.provider import KeyRequest, KeyRing, WrappedKey
@@ -33,12 +35,14 @@ class ReadOptions:
         full_integrity: Also check the signed SHA-256 digests of encrypted tensors.
         copy_clear: Copy clear tensors instead of mapping them.
         page_cache: ``keep``, ``drop`` or ``bypass``, as :class:`core.pipeline.Options`.
+        device_buffer_bytes: Pinned host memory that a load to a device may take.
         insecure_allow_unverified_clear: Hand out clear tensors of files that carry no digests for them.
     """
 
     full_integrity: bool = False
     copy_clear: bool = False
     page_cache: str = "keep"
+    device_buffer_bytes: int = 256 << 20
     insecure_allow_unverified_clear: bool = False
 
 
@@ -132,6 +136,19 @@ class TensorFile:
         if stop is None:
             stop = info.nbytes if out is None else start + out.nbytes
         return Wanted(name, self._sealed(info) if self.is_sealed(name) else self._clear(info), out, start, stop)
+
+    def part(self, name: str, start: int = 0, stop: int | None = None) -> Part:
+        """Part of a tensor, to be handed to an :class:`core.device.engine.Engine`; arguments and errors as :meth:`wanted`."""
+        stop = self.info(name).nbytes if stop is None else stop
+        wanted, envelope = self.wanted(name, None, start, stop), self.envelope
+        if envelope is None or not self.is_sealed(name) or envelope.algorithm.name.startswith("chacha"):
+            return Part(wanted, None)
+        return Part(wanted, self._dek_table()[name])
+
+    @property
+    def device_buffer_bytes(self) -> int:
+        """Pinned host memory that a load to a device may take."""
+        return self._options.device_buffer_bytes
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill every destination with plaintext, as fast as the machine allows.
@@ -307,7 +324,7 @@ class Archive:
             ReadError: The file cannot be read.
         """
         file = self._open()
-        return self._framework.to_device(_whole(file, self._framework, file.info(name), self._ahead), self._device)
+        return _whole(file, self._framework, self._device, file.info(name), self._ahead)
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Several tensors at once, the fastest way to get them.
@@ -324,6 +341,9 @@ class Archive:
         file, fw = self._open(), self._framework
         chosen = None if names is None else {file.info(name).name for name in names}
         infos = [t for t in file.header.tensors.values() if chosen is None or t.name in chosen]
+        engine = _engine(fw, self._device)
+        if engine is not None:
+            return dict(zip((t.name for t in infos), _on_device(file, fw, engine, infos), strict=True))
         mapped = [t for t in infos if file.can_map(t, alone=False)]
         copied = [t for t in infos if not file.can_map(t, alone=False)]
         memory = empty_many(fw, [t.nbytes for t in copied])
@@ -403,9 +423,14 @@ class TensorSlice:
         fw, info = self._framework, self._info
         fw.check_index(info, index)
         if index is Ellipsis:
-            return fw.to_device(_whole(self._file, fw, info, self._ahead), self._device)
+            return _whole(self._file, fw, self._device, info, self._ahead)
         plan = slicing.plan(info, index, self._file.granule(info.name))
         file = self._file
+        engine = _engine(fw, self._device)
+        if engine is not None:
+            parts = [file.part(info.name, r.start, r.stop) for r in plan.ranges]
+            owner = engine.gather(parts, file.read_options, file.device_buffer_bytes)
+            return fw.compact(fw.view(owner, info.dtype, plan.shape)[plan.index], plan.nbytes)
         if file.can_map(info):
             file.read([w for r in plan.ranges for w in file.check_clear(info.name, r.start, r.stop)])
             return fw.to_device(_mapped(file, fw, info)[index], self._device)
@@ -423,16 +448,30 @@ class TensorSlice:
         raise TypeError("a slice of an open file cannot be pickled or copied")
 
 
-def _whole(file: TensorFile, fw: Framework, info: TensorInfo, ahead: Ahead | None = None) -> Any:
+def _whole(file: TensorFile, fw: Framework, device: str, info: TensorInfo, ahead: Ahead | None = None) -> Any:
     found = None if ahead is None else ahead.take(file, info.name)
     if found is not None:
-        return found
+        return fw.to_device(found, device)
+    engine = _engine(fw, device)
+    if engine is not None:
+        return _on_device(file, fw, engine, [info])[0]
     if file.can_map(info):
         file.read(file.check_clear(info.name))
-        return _mapped(file, fw, info)
+        return fw.to_device(_mapped(file, fw, info), device)
     owner, out = empty(fw, info.nbytes)
     file.read_into(info.name, out)
-    return fw.view(owner, info.dtype, info.shape)
+    return fw.to_device(fw.view(owner, info.dtype, info.shape), device)
+
+
+def _engine(fw: Framework, device: str) -> Engine | None:
+    """What brings tensors to a device by the short way; None where the framework copies them from the CPU."""
+    return engine_for(device) if fw.name == "pt" and device != "cpu" else None
+
+
+def _on_device(file: TensorFile, fw: Framework, engine: Engine, infos: Sequence[TensorInfo]) -> list[Any]:
+    parts = [file.part(t.name) for t in infos]
+    owners = engine.load(parts, file.read_options, file.device_buffer_bytes)
+    return [fw.view(owner, t.dtype, t.shape) for owner, t in zip(owners, infos, strict=True)]
 
 
 def _mapped(file: TensorFile, fw: Framework, info: TensorInfo) -> Any:

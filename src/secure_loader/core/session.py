@@ -90,6 +90,7 @@ class Session:
             full_integrity=self.config.integrity == "full",
             copy_clear=self.config.clear_tensors == "copy",
             page_cache=self.config.page_cache,
+            device_buffer_bytes=self.config.device_buffer_bytes,
             insecure_allow_unverified_clear=self.config.insecure_allow_unverified_clear,
         )
 

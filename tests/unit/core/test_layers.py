@@ -16,13 +16,17 @@ PACKAGE = Path(secure_loader.__file__).parent
 LAYERS = (
     "errors",
     "core.types core.secrets core.report core.memory core.pool core.device.sources core.device.driver",
-    "core.strict_json core.home core.device.nvrtc core.device.cubins",
-    "core.header core.device.batch config",
+    "core.strict_json core.home core.device.nvrtc core.device.cubins core.device.device core.device.layout",
+    "core.header core.device.batch core.device.torch_device config",
     "core.aead core.device.abi core.device.selftest core.source",
     "core.device.workspace core.envelope core.atomic core.index core.tensors",
     "core.output core.device.launch core.device.cache core.keys.jwk core.slicing core.policy",
     "core.copying core.device.cuda",
     "core.device.choice core.keys.provider core.trust core.rollback core.pipeline",
+    "core.device.plan",
+    "core.device.ring",
+    "core.device.transfer",
+    "core.device.engine",
     "core.keys.local core.manifest core.trust_files core.archive",
     "core.keys.generate core.staging core.seal core.session core.survey core.prefetch",
     "core.checkpoint",
@@ -32,7 +36,7 @@ LAYERS = (
 FOREIGN = {"cryptography", "tqdm"}
 FRAMEWORKS = {"torch", "numpy", "ml_dtypes"}
 # Which module talks to which optional package.
-OPTIONAL = {"core.device.driver": {"cuda"}, "core.device.nvrtc": {"cuda"}}
+OPTIONAL = {"core.device.driver": {"cuda"}, "core.device.nvrtc": {"cuda"}, "core.device.torch_device": {"torch"}}
 
 
 def modules() -> dict[str, Path]:

@@ -1,0 +1,130 @@
+"""Tensors on a device: one engine for each, which decides who decrypts, and where everything goes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from ..pipeline import Options, SealedBytes
+from ..source import FileSource
+from .batch import Kernels
+from .device import Device, Memory
+from .layout import REGION_BYTES, lay_out
+from .plan import Part, Target
+from .ring import SLOT_BYTES
+from .transfer import Way, transfer
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Brings verified tensors to one device. Any thread may use it.
+
+    Args:
+        device: The device.
+        kernels: What decrypts there; None leaves it to the host.
+        why: Why there are none.
+        slot_bytes: Size of a piece of pinned memory, at most.
+        region_bytes: Size of what tensors share, at most.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kernels: Kernels | None,
+        why: str = "",
+        *,
+        slot_bytes: int = SLOT_BYTES,
+        region_bytes: int = REGION_BYTES,
+    ) -> None:
+        self._device, self._kernels = device, kernels
+        self._slot_bytes, self._region_bytes = slot_bytes, region_bytes
+        self._told: weakref.WeakSet[FileSource] = weakref.WeakSet()
+        if kernels is None:
+            _log.info("nothing decrypts on %s, the CPU does it before the copy: %s", device.name, why)
+
+    def load(self, parts: Sequence[Part], options: Options, host_bytes: int) -> list[Any]:
+        """Parts of tensors in new memory.
+
+        Args:
+            parts: In file order, best: what lies side by side in a file is laid out so.
+            options: How files are read.
+            host_bytes: Pinned host memory that may be taken for it.
+
+        Returns:
+            For each part the framework's tensor of its bytes; neighbours share memory.
+
+        Raises:
+            SecureLoaderError: As :func:`core.device.transfer.transfer`.
+        """
+        spans = [(p.wanted.stored.offset + p.wanted.start, p.wanted.stop - p.wanted.start) for p in parts]
+        sizes, places = lay_out(spans, self._region_bytes)
+        regions = [self._device.allocate(size) for size in sizes]
+        self.fill([(p, regions[n], at) for p, (n, at) in zip(parts, places, strict=True)], options, host_bytes)
+        return [regions[n].owner[at : at + span[1]] for (n, at), span in zip(places, spans, strict=True)]
+
+    def gather(self, parts: Sequence[Part], options: Options, host_bytes: int) -> Any:
+        """Parts of tensors, one behind the other without a gap, in new memory of their own; otherwise as :meth:`load`."""
+        ends = list(itertools.accumulate((p.wanted.stop - p.wanted.start for p in parts), initial=0))
+        memory = self._device.allocate(ends.pop())
+        self.fill([(part, memory, at) for part, at in zip(parts, ends, strict=True)], options, host_bytes)
+        return memory.owner
+
+    def fill(self, parts: Sequence[tuple[Part, Memory, int]], options: Options, host_bytes: int) -> None:
+        """Parts of tensors in memory that is there already, such as a parameter's.
+
+        Args:
+            parts: What, where to, and from which byte on; as many bytes as the part has.
+            options: How files are read.
+            host_bytes: Pinned host memory that may be taken for it.
+
+        Raises:
+            SecureLoaderError: As :func:`core.device.transfer.transfer`. That memory was overwritten then.
+        """
+        for part, _, _ in parts:
+            self._tell(part)
+        kernels = self._kernels
+        targets = [Target(p.wanted, memory, at, p.key if kernels else None) for p, memory, at in parts]
+        transfer(Way(self._device, kernels, host_bytes, self._slot_bytes), targets, options)
+
+    def _tell(self, part: Part) -> None:
+        """Say once for each file who decrypts it."""
+        stored = part.wanted.stored
+        if self._kernels is None or stored.source in self._told or not isinstance(stored, SealedBytes):
+            return
+        self._told.add(stored.source)
+        if part.key is None:
+            why = "its cipher is for the CPU, which decrypts it before the copy"
+            _log.info("%s goes to %s by way of the CPU: %s", stored.source.path, self._device.name, why)
+        else:
+            _log.debug("%s is decrypted on %s: %s", stored.source.path, self._device.name, self._kernels.name)
+
+
+_engines: dict[int, Engine] = {}
+_lock = threading.Lock()
+
+
+def engine_for(device: str) -> Engine | None:
+    """The engine of a GPU, made at its first use.
+
+    Args:
+        device: As torch spells it.
+
+    Returns:
+        None for another kind of device, and where torch cannot use it: the framework's own copy says why.
+    """
+    if not device.startswith("cuda"):
+        return None
+    from .torch_device import TorchDevice, index_of
+
+    index = index_of(device)
+    if index is None:
+        return None
+    with _lock:
+        if index not in _engines:
+            _engines[index] = Engine(TorchDevice(index), None, "not wired yet")
+        return _engines[index]
