@@ -61,10 +61,10 @@ def name_of(fingerprint: str, arch: int, version: str) -> str:
 
 
 def load(folder: Path, key: str) -> bytes | None:
-    """What is kept under a name; None where there is nothing.
+    """What is kept under a name; None where there is nothing, or nothing whole.
 
     Raises:
-        DeviceError: The folder or file could have been written by somebody else, or the file is damaged.
+        DeviceError: The folder or file could have been written by somebody else.
     """
     try:
         above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -83,17 +83,21 @@ def load(folder: Path, key: str) -> bytes | None:
             return None
         except OSError as e:
             raise DeviceError(f"cannot be opened: {e.strerror}", path=path) from None
-        with open(fd, "rb") as f:
+        try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode) or info.st_size > _MAX_BYTES:
                 raise DeviceError("is no file of ours", path=path)
             _refuse_foreign(info, path)
-            data = f.read(_MAX_BYTES + 1)
+            with open(fd, "rb", closefd=False) as f:
+                data = f.read(_MAX_BYTES + 1)
+        finally:
+            os.close(fd)
     finally:
         os.close(above)
     digest, image = data[:_DIGEST], data[_DIGEST:]
     if not hmac.compare_digest(digest, _digest(key, image)):
-        raise DeviceError("is damaged", path=path, hint="remove it")
+        _log.warning("%s is damaged, and is made again", path)
+        return None
     return image
 
 
