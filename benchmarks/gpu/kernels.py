@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from benchmarks.gpu.copies import size_text
 from benchmarks.gpu.raw import Job, Raw
-from benchmarks.gpu.rounds import Work, measure
+from benchmarks.gpu.rounds import Work, amend, measure
 from benchmarks.gpu.stage import Context
 from secure_loader.bench.measure import MeasurementError
 from secure_loader.core.device.batch import Batch, Chunk, Pending
@@ -217,6 +217,5 @@ def _constant_time(context: Context, raw: Raw, memory: torch.Tensor) -> None:
     medians = [e["median_seconds"]["run"] for e in found["entries"].values() if e["failure"] is None]
     if len(medians) == len(works):
         spread = max(medians) / min(medians)
-        found["entries"]["random-random"]["parameters"]["spread"] = spread
         context.tell(f"   slowest / fastest: {spread:.4f}")
-        context.emit("constant-time", found)
+        amend(context, "constant-time", found, "random-random", spread=spread)

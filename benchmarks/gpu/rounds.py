@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.gpu.stage import Context
+from benchmarks.gpu.stage import LATE, Context
 from benchmarks.model import OURS
 from secure_loader.bench.measure import MeasurementError, Result, Sample, Task, compare
 from secure_loader.errors import SecureLoaderError
@@ -25,6 +25,7 @@ class Work:
         loader: The package that does it; ``none`` for a bare copy.
         run: Does it once, and gives seconds.
         check: Raises MeasurementError if it did something wrong. Called behind every ``run``, not timed.
+        cpu: Processor time that it has taken so far.
         parameters: JSON-able; ``bytes`` are those that one ``run`` works on, ``predicted`` a pair of GB/s.
     """
 
@@ -33,13 +34,32 @@ class Work:
     loader: str = OURS
     run: Callable[[], float]
     check: Callable[[], None] = lambda: None
+    cpu: Callable[[], float] = time.process_time
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
-def measure(context: Context, name: str, title: str, works: Sequence[Work], *, cache: str = "as is") -> dict[str, Any]:
-    """Time some works in turn; tell and emit the case.
+def measure(
+    context: Context,
+    name: str,
+    title: str,
+    works: Sequence[Work],
+    *,
+    cache: str = "as is",
+    warm_ups: int = WARM_UPS,
+    repetitions: int | None = None,
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """Time some works in turn; tell and emit the case. One that fails is not tried again; the others go on.
 
-    Every one is run :data:`WARM_UPS` times before its first round. One that fails is not tried again; the others go on.
+    Args:
+        context: Of the stage.
+        name: Of the case.
+        title: What readers see.
+        works: What is compared.
+        cache: State of the page cache, for readers.
+        warm_ups: How often each is run before its first round.
+        repetitions: Rounds at most; None takes what the sizes say.
+        seconds: No round is begun after so many; None leaves that to the stage's own deadline.
 
     Returns:
         The case's document.
@@ -47,27 +67,32 @@ def measure(context: Context, name: str, title: str, works: Sequence[Work], *, c
     context.tell(f"-- {title}")
     by_name = {work.name: work for work in works}
     warm: set[str] = set()
+    end = time.monotonic() + (context.left() if seconds is None else seconds)
 
     def take(task: Task, *, cache: str, watch: bool) -> Sample:
         del cache, watch
-        context.insist_on_time()
+        if time.monotonic() > end:
+            raise MeasurementError(LATE)
         work = by_name[task.name]
         try:
             if work.name not in warm:
-                for _ in range(WARM_UPS):
+                for _ in range(warm_ups):
                     work.run()
                     work.check()
                 warm.add(work.name)
-            cpu = time.process_time()
-            seconds = work.run()
-            cpu = time.process_time() - cpu
+            cpu = work.cpu()
+            taken = work.run()
+            cpu = work.cpu() - cpu
             work.check()
+        except MeasurementError:
+            raise
         except (SecureLoaderError, RuntimeError, OSError, ValueError, MemoryError, ImportError) as e:
             raise MeasurementError(f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"[:400]) from e
-        return sample(seconds, cpu=cpu)
+        return sample(taken, cpu=cpu)
 
     tasks = [Task(name=work.name, phases={}) for work in works]
-    results = compare(tasks, repetitions=context.sizes.repetitions, watch_memory=False, take=take)
+    rounds = min(repetitions or context.sizes.repetitions, context.sizes.repetitions)
+    results = compare(tasks, repetitions=rounds, watch_memory=False, take=take)
     for result in results.values():
         _forgive_lateness(result)
     found = document(title, cache, works, results)
@@ -79,8 +104,14 @@ def measure(context: Context, name: str, title: str, works: Sequence[Work], *, c
 
 def _forgive_lateness(result: Result) -> None:
     """Rounds that were done before the time was up count."""
-    if result.failure == "no time was left for it" and result.samples:
+    if result.failure == LATE and result.samples:
         result.failure = None
+
+
+def amend(context: Context, name: str, found: dict[str, Any], entry: str, **parameters: Any) -> None:
+    """Add what could be told only afterwards to the parameters of an entry, and emit the case once more."""
+    found["entries"][entry]["parameters"].update(parameters)
+    context.emit(name, found)
 
 
 def sample(seconds: float, *, cpu: float = 0.0, phase: str = "run", checksum: Any = None) -> Sample:

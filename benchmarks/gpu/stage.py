@@ -14,8 +14,15 @@ from benchmarks.model import Goal
 from secure_loader.bench.measure import MeasurementError
 
 
+LATE = "no time was left for it"
+
+
 class StageError(Exception):
     """A stage cannot be run, or found something wrong; the text says what."""
+
+
+class SkippedError(StageError):
+    """A stage cannot be run on this machine, through no fault of what is measured; the text says why."""
 
 
 class OutOfTimeError(MeasurementError):
@@ -61,7 +68,7 @@ class Context:
     def insist_on_time(self) -> None:
         """Raise OutOfTimeError where none is left."""
         if self.left() <= 0:
-            raise OutOfTimeError("no time was left for it")
+            raise OutOfTimeError(LATE)
 
 
 @dataclass(frozen=True)

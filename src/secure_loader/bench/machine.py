@@ -125,7 +125,7 @@ def facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": f"{platform.system()} {platform.release()}",
         "huge_pages": {name: _chosen(_THP / name) for name in ("enabled", "defrag", "shmem_enabled")},
-        "file_system": _file_system(Path(folder)),
+        "file_system": file_system(Path(folder)),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "openssl": _openssl(),
         "load_average": round(os.getloadavg()[0], 2),
@@ -175,8 +175,8 @@ def _chosen(path: Path) -> str | None:
     return found[1] if found else None
 
 
-def _file_system(folder: Path) -> str:
-    """Kind of the file system that a folder is on, from the mounts' device numbers."""
+def file_system(folder: Path) -> str:
+    """Kind of the file system that a folder is on, from the mounts' device numbers: ``"ext4"``, or ``"unknown"``."""
     number = folder.stat().st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     try:

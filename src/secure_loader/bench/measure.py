@@ -358,7 +358,7 @@ def _measure(task: Task, pipe: int) -> dict[str, Any]:
 
 
 def digest(tensors: Mapping[str, Any]) -> str:
-    """Sixteen hex digits over names, dtypes, shapes and all bytes of torch tensors; a memory pass, no real hash.
+    """Sixteen hex digits over names, dtypes, shapes and all bytes of torch tensors; a memory pass where they are, no real hash.
 
     The bytes enter as sums of 4 KiB blocks weighted by their place, so that blocks in the wrong place count as well.
     """
@@ -372,9 +372,9 @@ def digest(tensors: Mapping[str, Any]) -> str:
         total = 0
         if whole:
             sums = _words(raw[:whole]).view(-1, 512).sum(1)
-            total = int((sums * torch.arange(1, sums.numel() + 1)).sum())
+            total = int((sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum())
         found.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{total}\0".encode())
-        found.update(raw[whole:].numpy().tobytes())
+        found.update(raw[whole:].cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
 
