@@ -16,11 +16,12 @@ PACKAGE = Path(secure_loader.__file__).parent
 LAYERS = (
     "errors",
     "core.types core.secrets core.report core.memory core.pool core.device.sources core.device.driver",
+    "core.device.triton_sbox core.device.triton_place",
     "core.strict_json core.home core.device.nvrtc core.device.cubins core.device.device core.device.layout",
-    "core.header core.device.batch core.device.torch_device config",
-    "core.aead core.device.abi core.device.selftest core.source",
-    "core.device.workspace core.envelope core.atomic core.index core.tensors",
-    "core.output core.device.launch core.device.cache core.keys.jwk core.slicing core.policy",
+    "core.header core.device.batch core.device.torch_device config core.device.triton_aes",
+    "core.aead core.device.abi core.device.selftest core.source core.device.triton_ghash",
+    "core.device.workspace core.envelope core.atomic core.index core.tensors core.device.triton_gcm core.device.triton_tables",
+    "core.output core.device.launch core.device.cache core.keys.jwk core.slicing core.policy core.device.triton_kernels",
     "core.copying core.device.cuda",
     "core.device.choice core.keys.provider core.trust core.rollback core.pipeline",
     "core.device.plan",
@@ -36,7 +37,18 @@ LAYERS = (
 FOREIGN = {"cryptography", "tqdm"}
 FRAMEWORKS = {"torch", "numpy", "ml_dtypes"}
 # Which module talks to which optional package.
-OPTIONAL = {"core.device.driver": {"cuda"}, "core.device.nvrtc": {"cuda"}, "core.device.torch_device": {"torch"}}
+OPTIONAL = {
+    "core.device.driver": {"cuda"},
+    "core.device.nvrtc": {"cuda"},
+    "core.device.selftest": {"torch"},
+    "core.device.torch_device": {"torch"},
+    "core.device.triton_sbox": {"triton"},
+    "core.device.triton_aes": {"triton"},
+    "core.device.triton_ghash": {"triton"},
+    "core.device.triton_gcm": {"triton"},
+    "core.device.triton_kernels": {"torch"},
+    "core.device.triton_place": {"torch"},
+}
 
 
 def modules() -> dict[str, Path]:
@@ -81,7 +93,7 @@ def test_who_imports_what_from_outside():
     used = {name: imports(name, path)[1] for name, path in modules().items()}
     allowed = {name: FOREIGN | FRAMEWORKS | OPTIONAL.get(name, set()) for name in used}
     assert {name: fs - allowed[name] for name, fs in used.items() if fs - allowed[name]} == {}
-    assert {name for name, fs in used.items() if fs & FRAMEWORKS} <= {"core.tensors"}
+    assert {name for name, fs in used.items() if fs & FRAMEWORKS} <= {"core.tensors", *OPTIONAL}
 
 
 def test_tensors_is_the_only_file_that_names_frameworks_to_import():
