@@ -7,6 +7,7 @@ before its copy ran, memory that was read before anything was copied there, and 
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import deque
@@ -27,6 +28,7 @@ CALLER, COPY, COMPUTE = 0, 1, 2
 # What a byte of device memory is.
 NOTHING, COPIED, OPENED, VERIFIED, CLEARED = range(5)
 PAGE = 4096
+POISON = 0x55
 
 
 @dataclass(eq=False)
@@ -67,7 +69,7 @@ class FakeDevice:
 
     Attributes:
         seed: Of the order in which operations run.
-        fail_at: Number of the call that fails; calls are counted in ``calls``.
+        fail_at: Numbers of the calls that fail, from 1 on.
         error: What it fails with.
         problems: What must never happen, and did.
         blocks: All allocations there ever were.
@@ -76,7 +78,7 @@ class FakeDevice:
     """
 
     seed: int = 0
-    fail_at: int | None = None
+    fail_at: tuple[int, ...] = ()
     error: type[BaseException] = DeviceError
     problems: list[str] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
@@ -100,7 +102,7 @@ class FakeDevice:
         if threading.get_ident() != self._thread:
             self.problems.append(f"{name} was called by another thread")
         self.log.append(name)
-        if self.fail_at is not None and len(self.log) == self.fail_at:
+        if len(self.log) in self.fail_at:
             raise self.error("as the test wants it")
         for _ in range(self._random.choice((0, 0, 1, 2, 9))):
             self.step()
@@ -160,7 +162,7 @@ class FakeDevice:
 
     def pin(self, nbytes: int) -> HostMemory:
         self.call("pin")
-        array = np.full(nbytes + PAGE, 0x55, np.uint8)
+        array = np.full(nbytes + PAGE, POISON, np.uint8)
         at = -array.ctypes.data % PAGE
         array = array[at : at + nbytes]
         host = HostMemory(array, memoryview(array).cast("B"))
@@ -221,6 +223,11 @@ class FakeDevice:
         self.call("synchronise")
         self.run_until(lambda: self.idle)
 
+    def hosts_are_empty(self) -> bool:
+        """Whether pinned memory was overwritten, or never used."""
+        arrays = [np.frombuffer(host.view, np.uint8) for host in self.hosts]
+        return all(not array.any() or (array == POISON).all() for array in arrays)
+
     def _block(self, address: int, nbytes: int) -> Block:
         for block in self.blocks:
             if block.memory.address <= address and address + nbytes <= block.memory.address + block.memory.nbytes:
@@ -257,7 +264,7 @@ class FakeKernels:
         broken = self._late_error == len(self.batches)
         self.batches.append(batch)
         spans = sorted((c.address, c.address + c.nbytes) for c in batch.chunks if c.nbytes)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "chunks overlap"
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "chunks overlap"
         # As uploaded: secrets may be wiped by their owner as soon as this returns.
         pending = FakePending(self._device, batch, [bytes(k.reveal()) for k in batch.keys], broken=broken)
         self._device.queue(COMPUTE, pending.run)

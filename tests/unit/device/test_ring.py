@@ -20,7 +20,7 @@ def test_no_more_host_memory_than_allowed_whatever_the_size(total, limit):
     assert ring.room <= SLOT_BYTES
     sizes = []
     # Counted, not taken: the machine of the tests is small.
-    ring._device.pin = lambda nbytes: sizes.append(nbytes)
+    ring._device.pin = sizes.append
     while ring.take(ring.room) is not None:
         pass
     assert len(sizes) >= 2
