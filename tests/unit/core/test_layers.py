@@ -38,7 +38,9 @@ FOREIGN = {"cryptography", "tqdm"}
 FRAMEWORKS = {"torch", "numpy", "ml_dtypes"}
 # Which module talks to which optional package.
 OPTIONAL = {
+    "core.device.choice": {"torch"},
     "core.device.driver": {"cuda"},
+    "core.device.selftest": {"torch"},
     "core.device.nvrtc": {"cuda"},
     "core.device.selftest": {"torch"},
     "core.device.torch_device": {"torch"},

@@ -27,7 +27,7 @@ from .cache import compiled
 from .cuda import CudaKernels
 from .driver import Driver, Gpu
 from .nvrtc import Nvrtc
-from .selftest import TorchScratch, check, driver_scratch
+from .selftest import Scratch, TorchScratch, check, driver_scratch
 
 WAYS = ("cubin", "nvrtc", "triton")
 SETTINGS = ("auto", *WAYS, "cpu")
@@ -147,8 +147,14 @@ def _triton(ordinal: int) -> Kernels:
 
     kernels = TritonKernels(ordinal)
     with _closed_unless_good(kernels):
-        check(kernels, TorchScratch(f"cuda:{ordinal}"))
+        check(kernels, _torch_scratch(ordinal))
     return kernels
+
+
+def _torch_scratch(ordinal: int) -> Scratch:
+    import torch
+
+    return TorchScratch(f"cuda:{ordinal}", torch.cuda.current_stream(ordinal).cuda_stream)
 
 
 @contextlib.contextmanager

@@ -190,20 +190,19 @@ class TorchScratch:
 
     Args:
         device: As ``"cuda:0"``.
+        stream: The current stream of that device.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, stream: int) -> None:
         import torch
 
         self._torch = torch
         self._memory = torch.empty(NBYTES, dtype=torch.uint8, device=device)
-        self.address = self._memory.data_ptr()
-        self.stream = torch.cuda.current_stream(device).cuda_stream
+        self.address, self.stream = self._memory.data_ptr(), stream
 
     def put(self, data: bytes) -> None:
         """As :meth:`Scratch.put`."""
         self._memory.copy_(self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8))
-        self._torch.cuda.synchronize(self._memory.device)
 
     def get(self) -> bytes:
         """As :meth:`Scratch.get`."""
