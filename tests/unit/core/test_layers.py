@@ -40,7 +40,6 @@ FRAMEWORKS = {"torch", "numpy", "ml_dtypes"}
 OPTIONAL = {
     "core.device.choice": {"torch"},
     "core.device.driver": {"cuda"},
-    "core.device.selftest": {"torch"},
     "core.device.nvrtc": {"cuda"},
     "core.device.selftest": {"torch"},
     "core.device.torch_device": {"torch"},
