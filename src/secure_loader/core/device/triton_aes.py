@@ -73,12 +73,12 @@ def load_words(at):
 @triton.jit
 def shift_row(row, COLUMNS: tl.constexpr):
     """SubBytes and ShiftRows of one row."""
-    s = sub_bytes(row)
-    if COLUMNS == 0:
-        return s
-    out = ()
-    for i in tl.static_range(8):
-        out = out + ((s[i] >> (8 * COLUMNS)) | (s[i] << (32 - 8 * COLUMNS)),)
+    out = sub_bytes(row)
+    if COLUMNS > 0:
+        s = out
+        out = ()
+        for i in tl.static_range(8):
+            out = out + ((s[i] >> (8 * COLUMNS)) | (s[i] << (32 - 8 * COLUMNS)),)
     return out
 
 
