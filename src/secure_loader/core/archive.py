@@ -36,6 +36,8 @@ class ReadOptions:
         copy_clear: Copy clear tensors instead of mapping them.
         page_cache: ``keep``, ``drop`` or ``bypass``, as :class:`core.pipeline.Options`.
         device_buffer_bytes: Pinned host memory that a load to a device may take.
+        device_kernels: What decrypts there, as :func:`core.device.choice.choose`.
+        require_device_kernels: Whether it must.
         insecure_allow_unverified_clear: Hand out clear tensors of files that carry no digests for them.
     """
 
@@ -43,6 +45,8 @@ class ReadOptions:
     copy_clear: bool = False
     page_cache: str = "keep"
     device_buffer_bytes: int = 256 << 20
+    device_kernels: str = "auto"
+    require_device_kernels: bool = False
     insecure_allow_unverified_clear: bool = False
 
 
@@ -144,6 +148,17 @@ class TensorFile:
         if envelope is None or not self.is_sealed(name) or envelope.algorithm.name.startswith("chacha"):
             return Part(wanted, None)
         return Part(wanted, self._dek_table()[name])
+
+    def engine(self, device: str) -> Engine | None:
+        """What brings tensors of this file to a device; None where the framework has to copy them from the CPU.
+
+        Args:
+            device: As torch spells it.
+
+        Raises:
+            DeviceError: The device has to decrypt, by the settings, and cannot.
+        """
+        return engine_for(device, self._options.device_kernels, require=self._options.require_device_kernels)
 
     @property
     def device_buffer_bytes(self) -> int:
@@ -341,7 +356,7 @@ class Archive:
         file, fw = self._open(), self._framework
         chosen = None if names is None else {file.info(name).name for name in names}
         infos = [t for t in file.header.tensors.values() if chosen is None or t.name in chosen]
-        engine = _engine(fw, self._device)
+        engine = _engine(file, fw, self._device)
         if engine is not None:
             return dict(zip((t.name for t in infos), _on_device(file, fw, engine, infos), strict=True))
         mapped = [t for t in infos if file.can_map(t, alone=False)]
@@ -419,6 +434,11 @@ class TensorSlice:
         """safetensors dtype code, for example ``"BF16"``."""
         return self._info.dtype
 
+    def on(self, device: str | int) -> TensorSlice:
+        """The same tensor, with results on another device."""
+        where = f"cuda:{device}" if isinstance(device, int) else str(device)
+        return TensorSlice(self._file, self._framework, where, self._info, self._ahead)
+
     def __getitem__(self, index: Any) -> Any:
         fw, info = self._framework, self._info
         fw.check_index(info, index)
@@ -426,7 +446,7 @@ class TensorSlice:
             return _whole(self._file, fw, self._device, info, self._ahead)
         plan = slicing.plan(info, index, self._file.granule(info.name))
         file = self._file
-        engine = _engine(fw, self._device)
+        engine = _engine(file, fw, self._device)
         if engine is not None:
             parts = [file.part(info.name, r.start, r.stop) for r in plan.ranges]
             owner = engine.gather(parts, file.read_options, file.device_buffer_bytes)
@@ -452,7 +472,7 @@ def _whole(file: TensorFile, fw: Framework, device: str, info: TensorInfo, ahead
     found = None if ahead is None else ahead.take(file, info.name)
     if found is not None:
         return fw.to_device(found, device)
-    engine = _engine(fw, device)
+    engine = _engine(file, fw, device)
     if engine is not None:
         return _on_device(file, fw, engine, [info])[0]
     if file.can_map(info):
@@ -463,9 +483,8 @@ def _whole(file: TensorFile, fw: Framework, device: str, info: TensorInfo, ahead
     return fw.to_device(fw.view(owner, info.dtype, info.shape), device)
 
 
-def _engine(fw: Framework, device: str) -> Engine | None:
-    """What brings tensors to a device by the short way; None where the framework copies them from the CPU."""
-    return engine_for(device) if fw.name == "pt" and device != "cpu" else None
+def _engine(file: TensorFile, fw: Framework, device: str) -> Engine | None:
+    return file.engine(device) if fw.name == "pt" and device != "cpu" else None
 
 
 def _on_device(file: TensorFile, fw: Framework, engine: Engine, infos: Sequence[TensorInfo]) -> list[Any]:

@@ -191,14 +191,14 @@ class Piece(NamedTuple):
 
     Attributes:
         wanted: What it is a piece of.
-        index: Its number in the tensor.
+        number: Which one of the tensor.
         first: Tensor byte at which it begins.
         nbytes: Its size as stored.
         place: File offset.
     """
 
     wanted: Wanted
-    index: int
+    number: int
     first: int
     nbytes: int
     place: int
@@ -360,12 +360,12 @@ def run(job: Sequence[Piece], options: Options = Options(), *, make_pages: bool 
 def _open(piece: Piece, slot: memoryview) -> None:
     wanted, target = piece.wanted, piece.target()
     if target is not None:
-        wanted.stored.open(piece.index, slot, target)
+        wanted.stored.open(piece.number, slot, target)
         return
     # Only part of this piece is wanted, or nothing of it but the check, which covers all of it: work in place.
     whole = slot[:-TAG_BYTES]
     try:
-        wanted.stored.open(piece.index, slot, whole)
+        wanted.stored.open(piece.number, slot, whole)
         if wanted.out is not None:
             first, low = piece.first, max(piece.first, wanted.start)
             high = min(first + piece.nbytes, wanted.stop)

@@ -24,6 +24,8 @@ from ..core import manifest as mf
 from ..core.aead import ALGORITHMS
 from ..core.archive import ReadOptions, TensorFile
 from ..core.checkpoint import Checkpoint
+from ..core.device.ahead import DeviceAhead
+from ..core.device.engine import Engine, engine_for
 from ..core.header import LENGTH
 from ..core.keys.jwk import MasterKey, SigningKey
 from ..core.keys.provider import KeyRing
@@ -102,7 +104,9 @@ class Context:
         self.passive = passive
         self.loading = loading
         self.files: dict[str, TensorFile] = {}
-        self.ahead: Prefetch | None = None
+        self.ahead: Prefetch | DeviceAhead | None = None
+        # Where upstream said that weights go: None leaves them on the CPU.
+        self.device_map: Any = None
         self._written: set[str] = set()
         self._read_ahead: set[str] = set()
         self._checkpoints: dict[str, Checkpoint] = {}
@@ -151,21 +155,39 @@ class Context:
         return file
 
     def read_ahead(self, filenames: Iterable[str | os.PathLike[str]]) -> None:
-        """Begin to decrypt torch tensors of files that are about to be opened, in upstream's order.
+        """Begin with torch tensors of files that are about to be opened, in upstream's order.
+
+        Where all of them go to one GPU they are brought there. Where several devices share them, nobody knows yet which
+        tensor goes where, and nothing is begun.
 
         Raises:
             SecureLoaderError: As :meth:`open`.
         """
         self.stop_reading_ahead()
         budget = self.session.config.prefetch_bytes
-        if self.passive or not budget:
+        engine = self._engine()
+        if self.passive or not budget or (engine is None and self._may_need_gpus()):
             return
         opened = {os.path.abspath(os.fspath(name)): self.open(name) for name in filenames}
         tensors = [(file, name) for file in opened.values() if file is not None for name in file.header.tensors]
         self._read_ahead = {path for path, file in opened.items() if file is not None}
-        options = Options(page_cache=self.session.config.page_cache)
         tensors.sort(key=lambda t: natural_key(t[1]))
+        if engine is not None:
+            self.ahead = DeviceAhead(tensors, framework("pt"), engine, budget)
+            return
+        options = Options(page_cache=self.session.config.page_cache)
         self.ahead = Prefetch(tensors, framework("pt"), budget, options, at_once=True)
+
+    def _engine(self) -> Engine | None:
+        """What brings tensors to the one GPU that all of them go to, if it is so."""
+        places = set(self.device_map.values()) if isinstance(self.device_map, dict) else set()
+        return engine_for(_spelled(places.pop())) if len(places) == 1 else None
+
+    def _may_need_gpus(self) -> bool:
+        """Whether tensors may go to a GPU: upstream may still be thinking about it."""
+        if isinstance(self.device_map, dict):
+            return any(map(on_gpu, self.device_map.values()))
+        return self.device_map is not None and engine_for("cuda") is not None
 
     def stop_reading_ahead(self) -> None:
         """Wipe what was decrypted and not asked for."""
@@ -255,6 +277,15 @@ class Context:
             )
         self._written.add(os.path.abspath(os.fspath(filename)))
         return self.writer.publication
+
+
+def on_gpu(device: Any) -> bool:
+    """Whether tensors for a device, as Transformers names it, are brought there by an engine of ours."""
+    return device is not None and engine_for(_spelled(device)) is not None
+
+
+def _spelled(device: Any) -> str:
+    return f"cuda:{device}" if isinstance(device, int) else str(device)
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:

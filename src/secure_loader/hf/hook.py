@@ -8,7 +8,9 @@ name                                        what is done to it
 ==========================================  =============================================================
 ``PreTrainedModel.from_pretrained``         takes ``loader`` and ``loader_config``
 ``PreTrainedModel.save_pretrained``         takes ``saver``; warns before it writes secure weights in clear
+``check_and_set_device_map``                tells where weights are going to be
 ``_get_resolved_checkpoint_files``          checks the folder, picks the variant, names the cure
+``core_model_loading.spawn_materialize``    reads a weight on the device that it belongs to
 ``AutoModel*.from_pretrained``              checks the folder before its config is read
 ``AutoConfig``, ``AutoTokenizer``, …        the same, where the folder is a signed one
 ``get_cached_module_file``                  runs code only from folders whose manifest was checked
@@ -29,10 +31,11 @@ from types import ModuleType
 from typing import Any
 
 from .. import _autoload
+from ..core.archive import TensorSlice
 from ..core.checkpoint import Checkpoint
 from ..errors import ConfigError, ManifestError, NotEncryptedError
 from . import hub, routing
-from .context import Context, current, loading
+from .context import Context, current, loading, on_gpu
 
 OLDEST, NEWEST = (5, 17), (5, 23)
 _FLAG = "_secure_loader"
@@ -96,6 +99,11 @@ def _patch_modeling_utils(module: Any) -> None:
     if not hasattr(module._get_resolved_checkpoint_files, _FLAG):  # noqa: SLF001 - the point of this file
         inner = module._get_resolved_checkpoint_files  # noqa: SLF001 - likewise
         module._get_resolved_checkpoint_files = _flagged(inner, _resolved_checkpoint_files)  # noqa: SLF001 - likewise
+    if not hasattr(module.check_and_set_device_map, _FLAG):
+        module.check_and_set_device_map = _flagged(module.check_and_set_device_map, _check_device_map)
+    loading_module: Any = sys.modules["transformers.core_model_loading"]
+    if not hasattr(loading_module.spawn_materialize, _FLAG):
+        loading_module.spawn_materialize = _flagged(loading_module.spawn_materialize, _spawn_materialize)
 
 
 def _model_from_pretrained(
@@ -177,6 +185,23 @@ def _check_complete(
 
 def _is_adapter(checkpoint: Checkpoint) -> bool:
     return (checkpoint.folder / "adapter_config.json").exists() and not (checkpoint.folder / "config.json").exists()
+
+
+def _check_device_map(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    device_map = inner(*args, **kwargs)
+    context = current()
+    if context is not None:
+        context.device_map = device_map
+    return device_map
+
+
+def _spawn_materialize(
+    inner: Callable[..., Any], thread_pool: Any, tensor: Any, device: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    # Upstream reads on the CPU and copies; to a GPU, ciphertext is copied and decrypted there.
+    if isinstance(tensor, TensorSlice) and on_gpu(device):
+        tensor = tensor.on(device)
+    return inner(thread_pool, tensor, device, *args, **kwargs)
 
 
 def _resolved_checkpoint_files(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

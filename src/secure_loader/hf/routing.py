@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.archive import Archive, TensorFile
-from ..core.prefetch import Prefetch
+from ..core.archive import Ahead, Archive, TensorFile
 from ..core.seal import PlainTensor, Publication, seal_bytes, write_file
 from ..core.types import DTYPE_RANK
 from ..errors import EncryptedFileError, FormatError, NotEncryptedError
@@ -51,7 +50,7 @@ def refusal(what: str | os.PathLike[str] | None) -> EncryptedFileError:
     )
 
 
-def _archive(file: TensorFile, framework: str, device: Any, ahead: Prefetch | None = None) -> Archive:
+def _archive(file: TensorFile, framework: str, device: Any, ahead: Ahead | None = None) -> Archive:
     Counter.opened += 1
     return Archive(file, framework, device if isinstance(device, int) else str(device), ahead)
 

@@ -21,6 +21,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..core.archive import TensorFile
+from ..core.device.engine import Engine, engine_for
+from ..core.device.plan import Part
+from ..core.device.torch_device import memory_of
 from ..core.pipeline import JOB_BYTES
 from ..core.tensors import empty, framework
 from ..core.types import DTYPES, TensorInfo
@@ -128,12 +131,18 @@ class LazyTensor(torch.Tensor):
         return self if self._parent is None else self._parent
 
     @classmethod
-    def supports(cls, file: TensorFile, name: str) -> bool:
-        """Whether a tensor gains from being lazy: encrypted, not tiny, and of a dtype that can be cut anywhere."""
+    def supports(cls, file: TensorFile, name: str, smallest: int | None = None) -> bool:
+        """Whether a tensor gains from being lazy: encrypted, not tiny, and of a dtype that can be cut anywhere.
+
+        Args:
+            file: Where it is.
+            name: Its name.
+            smallest: Bytes that are not tiny any more; None says what holds on the CPU.
+        """
         info = file.info(name)
         dtype = DTYPES[info.dtype]
         can_be_cut = dtype.bits % 8 == 0 and hasattr(torch, dtype.torch or "") and bool(info.shape)
-        return can_be_cut and file.is_sealed(name) and info.nbytes >= MIN_BYTES
+        return can_be_cut and file.is_sealed(name) and info.nbytes >= (MIN_BYTES if smallest is None else smallest)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyTensor({self._info.name!r}, {tuple(self.shape)}, {self.dtype})"
@@ -181,6 +190,16 @@ class LazyTensor(torch.Tensor):
     def _item_bytes(self) -> int:
         return DTYPES[self._info.dtype].bits // 8
 
+    def read_on(self, engine: Engine) -> torch.Tensor:
+        """This part as an ordinary tensor on a device; only the chunks that it touches go there. Raises as :meth:`read`."""
+        (owner,) = engine.load([self._stored], self._file.read_options, self._file.device_buffer_bytes)
+        return self._cut(framework("pt").view(owner, self._info.dtype, self._part.shape))
+
+    @property
+    def _stored(self) -> Part:
+        start = self._part.offset * self._item_bytes
+        return self._file.part(self._info.name, start, start + math.prod(self._part.shape) * self._item_bytes)
+
     def _read_into(self, out: memoryview) -> None:
         self._file.read_into(self._info.name, out, self._part.offset * self._item_bytes)
 
@@ -209,15 +228,21 @@ class LazyTensor(torch.Tensor):
         if target.is_meta:
             return  # vLLM measures a reload on meta tensors first; there is nothing to fill
         direct = (
-            target.device.type == "cpu"
-            and target.dtype == self.dtype
+            target.dtype == self.dtype
             and target.shape == self.shape
             and target.is_contiguous()
             and not self._part.cuts
-            and self._root._value is None
             and target.numel() > 0
         )
-        if direct:
+        engine = engine_for(str(target.device))
+        if self._root._value is not None:
+            target.copy_(self.read())
+        elif engine is not None and direct:
+            whole = [(self._stored, memory_of(target), 0)]
+            engine.fill(whole, self._file.read_options, self._file.device_buffer_bytes)
+        elif engine is not None:
+            target.copy_(self.read_on(engine))
+        elif direct and target.device.type == "cpu":
             array: Any = target.detach().reshape(-1).view(torch.uint8).numpy()
             self._read_into(memoryview(array))
         else:
@@ -232,6 +257,10 @@ class LazyTensor(torch.Tensor):
         if func is _aten.copy_.default and isinstance(args[1], LazyTensor) and not isinstance(args[0], LazyTensor):
             args[1]._copy_to(args[0])
             return args[0]
+        if func is _aten._to_copy.default and isinstance(args[0], LazyTensor) and args[0]._root._value is None:
+            engine = engine_for(str(kwargs.get("device")))
+            if engine is not None:
+                return func(args[0].read_on(engine), **kwargs)
         view = _VIEWS.get(func)
         if view is not None and isinstance(args[0], LazyTensor) and args[0]._root._value is None and not kwargs:
             parts = view(args[0]._part, *args[1:])

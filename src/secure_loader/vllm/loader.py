@@ -22,6 +22,8 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from ..core import index
 from ..core.archive import Archive, TensorFile
+from ..core.device.ahead import DeviceAhead
+from ..core.device.engine import Engine, engine_for
 from ..core.memory import advise_huge
 from ..core.prefetch import Prefetch
 from ..core.session import Session
@@ -46,6 +48,9 @@ _log = init_logger("vllm.secure_loader")
 _MAX_MODULES = 1 << 20
 # vLLM copies what it is handed, so this comes on top of the model: enough to keep the processors busy.
 _MAX_AHEAD = 128 << 20
+# On a GPU such copies cost next to nothing, but transfers of a few megabytes do; and its memory is dear.
+_MAX_AHEAD_ON_DEVICE = 32 << 20
+_MIN_LAZY_ON_DEVICE = 8 << 20
 _DESCRIPTION = "Loading encrypted safetensors checkpoint shards"
 
 
@@ -61,6 +66,7 @@ class SecureModelLoader(DefaultModelLoader):
 
     def __init__(self, load_config: LoadConfig) -> None:
         self.options = LoaderOptions.parse(load_config.model_loader_extra_config)
+        self._device = "cpu"
         # The base class knows neither our format nor our keys, and writes to its load_config.
         super().__init__(
             dataclasses.replace(
@@ -74,6 +80,7 @@ class SecureModelLoader(DefaultModelLoader):
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fill a model's parameters; as vLLM's own, which calls it."""
+        self._device = str(next((parameter.device for parameter in model.parameters()), "cpu"))
         for parameter in model.parameters():
             if parameter.device.type == "cpu":
                 # New, untouched memory: in huge pages it is filled several times faster.
@@ -156,15 +163,23 @@ class SecureModelLoader(DefaultModelLoader):
             if file.envelope is None:
                 _log.warning("%s is not encrypted; insecure_allow_plaintext accepts it", file.source.path)
             names = list(self._local_names(file))
-            lazy = {name for name in names if self.options.lazy and LazyTensor.supports(file, name)}
-            whole = [(file, name) for name in names if name not in lazy]
-            budget = min(self.options.config.prefetch_bytes, _MAX_AHEAD)
-            with Prefetch(whole if budget else (), framework("pt"), budget, file.read_options) as ahead:
-                archive = Archive(file, "pt", ahead=ahead)
+            engine = engine_for(self._device)
+            smallest = None if engine is None else _MIN_LAZY_ON_DEVICE
+            late = {name for name in names if self.options.lazy and LazyTensor.supports(file, name, smallest)}
+            with self._ahead(file, [name for name in names if name not in late], engine) as ahead:
+                archive = Archive(file, "pt", self._device if engine is not None else "cpu", ahead)
                 for name in names:
-                    yield prefix + name, LazyTensor(file, file.info(name)) if name in lazy else archive.get_tensor(name)
+                    yield prefix + name, LazyTensor(file, file.info(name)) if name in late else archive.get_tensor(name)
             # Lazy weights that the model has kept for later hold the file open for themselves.
-            del archive, ahead, whole, file
+            del archive, ahead, file
+
+    def _ahead(self, file: TensorFile, names: Sequence[str], engine: Engine | None) -> Prefetch | DeviceAhead:
+        """What reads whole tensors ahead of vLLM, which copies them."""
+        budget = self.options.config.prefetch_bytes
+        tensors = [(file, name) for name in names] if budget else []
+        if engine is not None:
+            return DeviceAhead(tensors, framework("pt"), engine, min(budget, _MAX_AHEAD_ON_DEVICE))
+        return Prefetch(tensors, framework("pt"), min(budget, _MAX_AHEAD), file.read_options)
 
     def _local_names(self, file: TensorFile) -> Iterator[str]:
         """Names in file order, without the experts of other ranks: those are not even decrypted."""

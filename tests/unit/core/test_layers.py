@@ -29,7 +29,7 @@ LAYERS = (
     "core.device.transfer",
     "core.device.engine",
     "core.keys.local core.manifest core.trust_files core.archive",
-    "core.keys.generate core.staging core.seal core.session core.survey core.prefetch",
+    "core.keys.generate core.staging core.seal core.session core.survey core.prefetch core.device.ahead",
     "core.checkpoint",
     "core.writer core.inspection core.environment",
     "core.single core.export core.rewrap",
