@@ -1,6 +1,7 @@
 # Every target makes the environment it needs; nothing is installed outside this folder and the package cache.
 PYTHON ?= python3
 ARGS ?=
+WHEELS ?=
 FUZZ_SECONDS ?= 60
 
 VENV := .venv
@@ -12,7 +13,7 @@ SHIM := requirements/vllm-metadata
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-transformers lint types fuzz vectors cubins locks env clean clean-bench distclean
+.PHONY: help demo bench gpu test test-transformers lint types fuzz vectors cubins locks env clean clean-bench distclean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -25,6 +26,10 @@ bench: $(BENCH)/.ready ## Measure against the other loaders: results, charts and
 	@$(BENCH)/bin/python -m benchmarks $(ARGS)
 	@$(BENCH)/bin/python -m benchmarks.charts
 	@$(BENCH)/bin/python -m benchmarks.report --write
+
+# The machine's own Python: its torch fits its driver. What else is missing goes into build/gpu, from WHEELS or the registry.
+gpu: ## Build, test and measure the device path on this machine's GPU, in ten minutes (PYTHON= with torch, WHEELS=folder)
+	@$(PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 test: $(VENV)/.ready ## The whole test suite, in its own environment (ARGS="-k header" and the like go to pytest)
 	@$(VENV)/bin/python -m pytest $(ARGS)

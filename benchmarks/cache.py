@@ -49,7 +49,7 @@ def _make_keys(path: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)
     subprocess.run(
         [sys.executable, "-m", "secure_loader", "keygen", "bench", "--quiet"],
-        env=os.environ | {"SECURE_LOADER_HOME": str(work), "PYTHONPATH": str(ROOT / "src")},
+        env=os.environ | {"SECURE_LOADER_HOME": str(work), "PYTHONPATH": _python_path()},
         stdout=subprocess.DEVNULL,
         check=True,
     )
@@ -57,6 +57,11 @@ def _make_keys(path: Path) -> None:
     (work / "peers.json").touch(mode=0o600)
     (work / "peers.json").write_text(json.dumps(peers))
     work.rename(path)
+
+
+def _python_path() -> str:
+    """This clone, before what is there already: packages may lie in a folder that only the variable names."""
+    return os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def peer_keys() -> dict[str, str]:
@@ -72,7 +77,7 @@ def environment() -> dict[str, str]:
     return settings | {
         "SECURE_LOADER_HOME": str(home()),
         "SECURE_LOADER_BENCH_DIR": str(folder()),
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": _python_path(),
         "HF_HOME": str(folder() / "huggingface"),
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import cache, schema
+from benchmarks.gpu import chart as gpu_chart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -258,7 +259,8 @@ def draw(results: dict[str, Document], folder: Path) -> list[Path]:
         figure.savefig(path, dpi=130, metadata={"Software": None})
         plt.close(figure)
         written.append(path)
-    return written
+    of_gpu = gpu_chart.draw(results, folder)
+    return written if of_gpu is None else [*written, of_gpu]
 
 
 def main() -> int:

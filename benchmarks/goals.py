@@ -7,6 +7,9 @@ from typing import Any
 
 from benchmarks.model import Goal, Quantity
 
+LOWER = ("speedup", "share", "least")
+"""Ways of comparing whose bound is a lower one."""
+
 
 class NoFigureError(Exception):
     """A figure is not there; the text says why."""
@@ -36,7 +39,7 @@ def evaluate(goal: Goal, cases: dict[str, Any]) -> dict[str, Any]:
         return row | {"reason": str(e)}
     row |= {"measured": measured, "of_rounds": rounds}
     if goal.bound is not None:
-        row["met"] = measured >= goal.bound if goal.compare == "speedup" else measured <= goal.bound
+        row["met"] = measured >= goal.bound if goal.compare in LOWER else measured <= goal.bound
     return row
 
 
@@ -47,7 +50,7 @@ def _compare(goal: Goal, cases: dict[str, Any]) -> tuple[float, float | None]:
     theirs = _values(goal.reference, cases)
     if goal.compare == "difference":
         return statistics.median(ours) - statistics.median(theirs), None
-    if goal.compare == "speedup":
+    if goal.compare in ("speedup", "share"):
         ours, theirs = theirs, ours
     ratio = statistics.median(ours) / statistics.median(theirs)
     if len(ours) != len(theirs) or len(ours) == 1:
@@ -78,15 +81,17 @@ def _values(quantity: Quantity, cases: dict[str, Any]) -> list[float]:
     return [value * quantity.scale + quantity.plus for value in best]
 
 
-def _read(entry: dict[str, Any], path: str) -> list[float]:
+def _read(entry: dict[str, Any], path: str) -> list[Any]:
     kind, _, name = path.partition(".")
     if kind == "parameters":
-        return [entry["parameters"][name]]
+        return [entry["parameters"].get(name)]
     if kind == "peak":
         return [entry["memory"]["peak"][name]]
     samples = entry["samples"] or [entry["memory"]]
     if kind == "check":
         return [sample["checksum"][name] for sample in samples]
+    if kind == "rate":
+        return [entry["parameters"]["bytes"] / 1e9 / sample["seconds"][name] for sample in samples]
     if kind == "phase":
         return [_alone(sample["seconds"], name) for sample in samples]
     return [sample[kind][name] for sample in samples]

@@ -71,7 +71,7 @@ class Quantity:
         case: Its case.
         entry: Its entry; of several, the one with the smallest number.
         path: ``seconds.PHASE`` (the median, from the start to its end), ``phase.PHASE`` (that phase alone), ``peak.anon`` and the like (of the watched repetition), ``io.read_calls``
-            (the median), ``check.NAME`` (a number that the check gave, the median), or ``parameters.NAME``.
+            (the median), ``rate.PHASE`` (GB/s of the parameter ``bytes``), ``check.NAME`` (a number that the check gave, the median), or ``parameters.NAME``.
         scale: What it is multiplied with.
         plus: What is added then.
     """
@@ -92,9 +92,9 @@ class Goal:
         against: What it is compared with.
         measured: Ours.
         reference: Theirs, or None where the bound is absolute.
-        compare: ``ratio`` divides ``measured`` by ``reference``, ``speedup`` the other way round, ``difference``
-            subtracts, ``value`` takes ``measured`` as it is.
-        bound: The goal: an upper bound, but a lower one for ``speedup``; None states the figure only.
+        compare: ``ratio`` divides ``measured`` by ``reference``, ``speedup`` the other way round, and so does ``share``, which
+            is a share of the other's rate; ``difference`` subtracts, ``value`` and ``least`` take ``measured`` as it is.
+        bound: The goal: an upper bound, but a lower one for ``speedup``, ``share`` and ``least``; None states the figure only.
         unit: Of the figure, empty for ratios.
     """
 
@@ -102,7 +102,7 @@ class Goal:
     against: str
     measured: Quantity
     reference: Quantity | None = None
-    compare: Literal["ratio", "speedup", "difference", "value"] = "ratio"
+    compare: Literal["ratio", "speedup", "share", "difference", "value", "least"] = "ratio"
     bound: float | None
     unit: str = ""
 

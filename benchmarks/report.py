@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cache, schema
+from benchmarks.goals import LOWER
+from benchmarks.gpu import NAMES as GPU_NAMES
+from benchmarks.gpu import tables
 from benchmarks.paper import paper_table
 
 RESULTS = cache.ROOT / "benchmarks" / "results"
@@ -54,6 +57,10 @@ def text_rows(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def goals_table(results: Results) -> str:
     """Every goal of every suite that was run, what was measured, and whether it is met."""
+    return _goal_rows(of_bench(results))
+
+
+def _goal_rows(results: Results) -> str:
     lines = [
         (goal["what"], goal["against"], _bound(goal), _measured(goal), _verdict(goal))
         for document in results.values()
@@ -62,11 +69,18 @@ def goals_table(results: Results) -> str:
     return text_rows(("what", "against", "goal", "measured", ""), lines)
 
 
+def of_bench(results: Results) -> Results:
+    """Results of ``make bench`` alone: those of ``make gpu`` were measured on another machine, and have tables of their own."""
+    return {name: document for name, document in results.items() if "gpu" not in document}
+
+
 def _bound(goal: dict[str, Any]) -> str:
     if goal["bound"] is None:
         return "state it"
     if goal["compare"] == "speedup":
         return f"≥ {goal['bound']:g} times faster"
+    if goal["compare"] in LOWER:
+        return f"≥ {goal['bound']:g}{goal['unit']}"
     return f"≤ {goal['bound']:g}{goal['unit']}"
 
 
@@ -173,6 +187,7 @@ _AXES = {
 
 def machine_table(results: Results) -> str:
     """What the figures were measured on. Suites of one run share it; the first one speaks for all."""
+    results = of_bench(results)
     document = next(iter(results.values()))
     facts = document["machine"]
     pages = ", ".join(f"{name} {value}" for name, value in facts["huge_pages"].items())
@@ -201,6 +216,10 @@ _SUITES: dict[str, Callable[[dict[str, Any]], str]] = {
     "vllm": phases_table,
     "scaling": scaling_table,
 }
+_GPU_TABLES: dict[str, Callable[[Results], str]] = {
+    "gpu-goals": _goal_rows,
+    "gpu-machine": lambda results: tables.machine_table(results, text_rows),
+}
 _ALL: dict[str, Callable[[Results], str]] = {
     "goals": goals_table,
     "machine": machine_table,
@@ -216,9 +235,11 @@ def table(name: str, results: Results) -> str:
         ReportError: There is no such table, or no result to make it from.
     """
     if name in _ALL:
-        if not results:
+        if not of_bench(results):
             raise ReportError("there are no results: make bench")
         return _ALL[name](results)
+    if name in _GPU_TABLES or name in GPU_NAMES:
+        return _gpu_table(name, tables.of_gpu(results))
     if name not in _SUITES:
         raise ReportError(f"no table is called {name}; there are {', '.join(NAMES)}")
     if name not in results:
@@ -226,11 +247,26 @@ def table(name: str, results: Results) -> str:
     return _SUITES[name](results[name])
 
 
+def _gpu_table(name: str, results: Results) -> str:
+    if not results or (name in GPU_NAMES and name not in results):
+        raise ReportError(f"there are no results of {name}: make gpu")
+    if name in _GPU_TABLES:
+        return _GPU_TABLES[name](results)
+    return tables.rate_table(results[name], rows)
+
+
 def rewrite(text: str, results: Results) -> str:
     """A document with its tables made anew. Raises ReportError."""
     if text.count("<!-- bench:") != len(_MARKED.findall(text)):
         raise ReportError("a <!-- bench:NAME --> has no <!-- /bench --> behind it")
     return _MARKED.sub(lambda found: f"{found[1]}\n{table(found[2], results)}\n{found[3]}", text)
+
+
+def write_documents(results: Results) -> None:
+    """Make the tables of all documents anew. Raises ReportError."""
+    for path in DOCUMENTS:
+        if path.exists():
+            path.write_text(rewrite(path.read_text(), results))
 
 
 def _ran(case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -269,11 +305,11 @@ def main() -> int:
     results = schema.read(arguments.results)
     try:
         if arguments.write:
-            for path in DOCUMENTS:
-                if path.exists():
-                    path.write_text(rewrite(path.read_text(), results))
+            write_documents(results)
             return 0
-        for name in arguments.names or [n for n in NAMES if n in _ALL or n in results]:
+        of_gpu = tables.of_gpu(results)
+        gpu_names = [*_GPU_TABLES, *of_gpu] if of_gpu else []
+        for name in arguments.names or [n for n in NAMES if n in _ALL or n in results] + gpu_names:
             print(f"## {name}\n\n{table(name, results)}")
     except ReportError as e:
         print(f"error: {e}", file=sys.stderr)

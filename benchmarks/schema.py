@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import NAMES as GPU_NAMES
 from benchmarks.suites import NAMES
 
 SCHEMA = 1
@@ -26,6 +27,8 @@ _DOCUMENT = {
     "cases": dict,
     "goals": list,
 }
+# What `make gpu` says beside that; a stage that failed keeps what it had measured.
+_GPU_DOCUMENT = _DOCUMENT | {"gpu": dict, "failure": (str, _NONE), "skipped": (str, _NONE)}
 _MACHINE = {
     "cpu": str,
     "cpu_flags": list,
@@ -94,9 +97,9 @@ def check(document: Any) -> None:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """All results of a folder, by suite, in the order of the suites. Raises SchemaError."""
+    """All results of a folder, by suite, in the order of the suites; those of ``make gpu`` last. Raises SchemaError."""
     found = {}
-    for file in (folder / f"{name}.json" for name in NAMES):
+    for file in (folder / f"{name}.json" for name in (*NAMES, *GPU_NAMES)):
         if file.exists():
             document = json.loads(file.read_text())
             check(document)
@@ -105,13 +108,16 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _problems(document: Any) -> Iterator[str]:
-    wrong = list(_fields("document", document, _DOCUMENT))
+    of_gpu = isinstance(document, dict) and document.get("suite") in GPU_NAMES
+    wrong = list(_fields("document", document, _GPU_DOCUMENT if of_gpu else _DOCUMENT))
     yield from wrong
     if wrong:
         return
     if document["schema"] != SCHEMA:
         yield f"schema {document['schema']}, not {SCHEMA}"
     yield from _fields("machine", document["machine"], _MACHINE)
+    if of_gpu and not isinstance(document["gpu"].get("stand_in"), bool):
+        yield "gpu: whether it was one is not said"
     for name, case in document["cases"].items():
         wrong = list(_fields(name, case, _CASE))
         yield from wrong

@@ -31,8 +31,9 @@ def proof(context: Context) -> None:
     """Both implementations against ``cryptography``, and the tests that need a GPU. Raises StageError."""
     bench = context.bench
     wrong: list[str] = []
+    ways = ("auto", "triton") if importlib.util.find_spec("triton") is not None else ("auto",)
     for size in context.sizes.proofs:
-        for way in ("auto", "triton"):
+        for way in ways:
             if way == "triton" and size > context.sizes.proofs[0]:
                 continue
 

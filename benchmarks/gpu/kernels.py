@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from benchmarks.gpu.copies import size_text
-from benchmarks.gpu.raw import Job, Raw
+from benchmarks.gpu.raw import Job, Raw, opened
 from benchmarks.gpu.rounds import Work, amend, measure
 from benchmarks.gpu.stage import Context
 from secure_loader.bench.measure import MeasurementError
@@ -27,16 +28,17 @@ _PREDICTED = {"open": (150, 210), "ctr": (230, 300), "triton": (130, 180)}
 
 def run(context: Context) -> None:
     """Both key lengths, large and small launches, limited grids, and how much the time depends on keys and data."""
-    raw, sizes = Raw(context.bench), context.sizes
-    context.tell(f"{raw.name}: {raw.resident} blocks on each of {raw.multiprocessors} multiprocessors")
-    memory = torch.empty(sizes.kernel + 4096, dtype=torch.uint8, device=context.bench.torch_device)
-    for bits in (256, 128):
-        whole = _job(context, raw, memory, bits)
-        _whole(context, whole, memory, bits)
-        _pieces(context, raw, memory, bits)
-        if bits == 256:
-            _grids(context, whole)
-    _constant_time(context, raw, memory)
+    with opened(context.bench) as raw:
+        context.tell(f"{raw.name}: {raw.resident} blocks on each of {raw.multiprocessors} multiprocessors")
+        size = context.sizes.kernel + 4096
+        memory = torch.empty(size, dtype=torch.uint8, device=context.bench.torch_device)
+        for bits in (256, 128):
+            job = _job(context, raw, memory, bits)
+            _whole(context, job, memory, bits)
+            _pieces(context, raw, memory, bits)
+            if bits == 256:
+                _grids(context, job)
+        _constant_time(context, raw, memory)
 
 
 def _job(
@@ -112,8 +114,9 @@ def _whole(context: Context, job: Job, memory: torch.Tensor, bits: int) -> None:
         work("open-odd", "open, at odd addresses", _lazily(lambda: _job(context, raw, memory, bits, shift=1))),
         work("open-one", "open, one chunk", _lazily(lambda: _job(context, raw, memory, bits, chunk=sizes.kernel))),
         work("batch", "as the package: keys, open, verdict", _batch(context, job, memory, "auto")),
-        work("triton", "Triton: keys, open, verdict", _batch(context, job, memory, "triton")),
     ]
+    if importlib.util.find_spec("triton") is not None:
+        works.append(work("triton", "Triton: keys, open, verdict", _batch(context, job, memory, "triton")))
     measure(context, f"aes{bits}", f"AES-{bits}, {size_text(job.nbytes)}, chunks of {size_text(sizes.chunk)}", works)
 
 

@@ -49,9 +49,10 @@ def _safetensors(path: str, device: str) -> Tensors:
 
 
 def _fastsafetensors(path: str, device: str) -> Tensors:
-    from benchmarks import peers
     from fastsafetensors import SafeTensorsFileLoader
     from fastsafetensors.common import SingleGroup
+
+    from benchmarks import peers
 
     loader = SafeTensorsFileLoader(SingleGroup(), device=device, nogds=True)
     loader.add_filenames({0: [path]})
@@ -77,6 +78,7 @@ def _runai(path: str, device: str) -> Tensors:
 
 def _cryptotensors(path: str, device: str) -> Tensors:
     import cryptotensors
+
     from benchmarks import peers
 
     with cryptotensors.safe_open(path, "pt", device=device, config=peers.cryptotensors_config()) as f:
@@ -128,6 +130,7 @@ def serve(name: str, bench_name: str) -> None:
 def _warm(bench: Any) -> None:
     """What a digest needs on the device is there before memory is looked at."""
     import torch
+
     from secure_loader.bench.measure import digest
 
     digest({"a": torch.ones(1 << 16, dtype=torch.bfloat16, device=bench.torch_device)})

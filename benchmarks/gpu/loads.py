@@ -33,25 +33,27 @@ def run(context: Context) -> None:
     found = files.made(context)
     cases = [(place, one) for one in found for place in ("memory", "disk") if place in one.paths]
     workers: dict[str, Worker | str] = {}
+    started: dict[str, Worker] = {}
     try:
-        for name in LOADERS:
-            workers[name] = _start(name, context)
+        started.update(
+            {name: Worker(name, context.bench_name) for name in LOADERS}
+        )  # side by side: imports take seconds
+        for name, worker in started.items():
+            workers[name] = _ready(worker)
         for number, (place, one) in enumerate(cases):
             share = 0.75 * context.left() / (len(cases) - number)
             _case(context, workers, place, one, share)
     finally:
-        for worker in workers.values():
-            if isinstance(worker, Worker):
-                worker.close()
+        for worker in started.values():
+            worker.close()
     place = "memory" if "memory" in found[-1].paths else "disk"
     _memory(context, place, found[min(1, len(found) - 1)])
     if isinstance(workers["secure"], str):
         raise StageError(workers["secure"])
 
 
-def _start(name: str, context: Context) -> Worker | str:
-    """A worker that is ready, or why there is none."""
-    worker = Worker(name, context.bench_name)
+def _ready(worker: Worker) -> Worker | str:
+    """The worker when it is ready, or why it never will be."""
     try:
         worker.ready()
     except MeasurementError as e:
@@ -245,7 +247,9 @@ class Worker:
         return MeasurementError(machine.scrub(f"the process ended with {code}: {tail}", cache.folder()))
 
     def close(self) -> None:
-        """End it."""
+        """End it, if it has not ended."""
+        if self._log.closed:
+            return
         self._process.stdin.close()
         try:
             self._process.wait(10)

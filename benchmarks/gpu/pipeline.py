@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,13 @@ from benchmarks.gpu.rounds import Work, measure
 from benchmarks.gpu.stage import Context, SkippedError
 from secure_loader.bench import machine
 from secure_loader.bench.measure import MeasurementError, digest
-from secure_loader.core.device.batch import Batch, Chunk, Kernels
+from secure_loader.core.device.batch import Batch, Chunk, Kernels, Pending
 from secure_loader.core.device.device import Device, HostMemory, Memory
 from secure_loader.core.secrets import Secret
 
 _READERS = 16
 _READ = 8 << 20
+_MOST_PENDING = 16  # as in core.device.transfer
 
 
 def run(context: Context) -> None:
@@ -58,7 +60,7 @@ class _Ring:
 
     def go(self, kernels: Kernels | None) -> None:
         """Copy everything, and open it where there are kernels; back when the device is done."""
-        pending = []
+        pending: deque[Pending] = deque()
         self.device.follow()
         for start in range(0, self.memory.nbytes, self.piece):
             self.device.copy_in(self.host, start, self.memory, start, self.piece)
@@ -67,6 +69,8 @@ class _Ring:
             self.device.compute_after(self.device.copied())
             chunks = [c._replace(address=self.memory.address + start + c.address) for c in self.chunks]
             pending.append(kernels.open(Batch([Secret(self.key)], chunks), self.device.compute))
+            while len(pending) > _MOST_PENDING or (pending and pending[0].done()):
+                pending.popleft().wait()
         self.device.synchronise()
         for one in pending:
             one.wait()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -12,21 +13,34 @@ from benchmarks.gpu.device import Bench
 from secure_loader.bench.measure import MeasurementError
 from secure_loader.core.device import abi
 from secure_loader.core.device.batch import Chunk
+from secure_loader.core.device.driver import Driver
 from secure_loader.core.secrets import Secret
 
 KERNELS = ("sl_expand_keys", "sl_gcm_open", "sl_gcm_seal", "sl_ctr", "sl_gcm_finish", "sl_gcm_tag")
 
 
+@contextlib.contextmanager
+def opened(bench: Bench) -> Iterator[Raw]:
+    """The kernels, with the device's context current in this thread."""
+    driver = bench.driver()
+    context = driver.retain(bench.ordinal)
+    try:
+        with driver.current(context):
+            yield Raw(bench, driver)
+    finally:
+        driver.release(bench.ordinal)
+
+
 class Raw:
-    """Machine code on a device. The device's primary context has to be current, as torch leaves it.
+    """Machine code on a device, the context of which is current.
 
     Args:
         bench: The device.
+        driver: Its driver.
     """
 
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        self._driver = bench.driver()
+    def __init__(self, bench: Bench, driver: Driver) -> None:
+        self.bench, self._driver = bench, driver
         self.name, image = bench.image()
         module = self._driver.load(image)
         self._functions = {name: self._driver.function(module, name) for name in KERNELS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,8 @@ def measure(
             raise MeasurementError(f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"[:400]) from e
         return sample(taken, cpu=cpu)
 
+    if warm_ups == WARM_UPS:
+        _spin(works[0], context.sizes.spin)
     tasks = [Task(name=work.name, phases={}) for work in works]
     rounds = min(repetitions or context.sizes.repetitions, context.sizes.repetitions)
     results = compare(tasks, repetitions=rounds, watch_memory=False, take=take)
@@ -100,6 +103,14 @@ def measure(
         context.tell(f"   {line(entry)}")
     context.emit(name, found)
     return found
+
+
+def _spin(work: Work, seconds: float) -> None:
+    """Keep the device busy for a while: idle, it runs at a fraction of its clock."""
+    end = time.monotonic() + seconds
+    with contextlib.suppress(Exception):  # it is told again when it is measured
+        while time.monotonic() < end:
+            work.run()
 
 
 def _forgive_lateness(result: Result) -> None:

@@ -17,6 +17,7 @@ class Sizes:
 
     Attributes:
         repetitions: Rounds of everything that is timed.
+        spin: Seconds that the device is kept busy before kernels and copies are timed.
         proofs: How much the tests decrypt.
         sanitized: The same, for compute-sanitizer.
         copies: Of one copy each.
@@ -30,6 +31,7 @@ class Sizes:
     """
 
     repetitions: int
+    spin: float
     proofs: Sequence[int]
     sanitized: int
     copies: Sequence[int]
@@ -44,6 +46,7 @@ class Sizes:
 
 FULL = Sizes(
     repetitions=7,
+    spin=0.3,
     proofs=(8 * MIB, GIB),
     sanitized=8 * MIB,
     copies=tuple(64 * KIB << 2 * n for n in range(7)),  # 64 KiB ... 256 MiB
@@ -56,7 +59,8 @@ FULL = Sizes(
     loads=(QWEN3_06B, QWEN3_4B_PART, QWEN3_4B),
 )
 TINY_SIZES = Sizes(
-    repetitions=2,
+    repetitions=1,
+    spin=0.0,
     proofs=(192 * KIB,),
     sanitized=64 * KIB,
     copies=(4 * KIB, 64 * KIB),

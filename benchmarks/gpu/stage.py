@@ -13,7 +13,6 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.model import Goal
 from secure_loader.bench.measure import MeasurementError
 
-
 LATE = "no time was left for it"
 
 
