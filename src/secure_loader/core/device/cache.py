@@ -66,23 +66,15 @@ def load(folder: Path, key: str) -> bytes | None:
     Raises:
         DeviceError: The folder or file could have been written by somebody else.
     """
-    try:
-        above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as e:
-        raise DeviceError(f"cannot be opened: {e.strerror}", path=folder) from None
     path = folder / f"{key}.cubin"
     try:
-        _refuse_foreign(os.fstat(above), folder)
-        # O_NONBLOCK: a FIFO must not hang before fstat can tell what it is.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fd = os.open(path.name, flags, dir_fd=above)
-        except FileNotFoundError:
-            return None
-        except OSError as e:
-            raise DeviceError(f"cannot be opened: {e.strerror}", path=path) from None
+            _refuse_foreign(os.fstat(above), folder)
+            # O_NONBLOCK: a FIFO must not hang before fstat can tell what it is.
+            fd = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above)
+        finally:
+            os.close(above)
         try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode) or info.st_size > _MAX_BYTES:
@@ -92,8 +84,10 @@ def load(folder: Path, key: str) -> bytes | None:
                 data = f.read(_MAX_BYTES + 1)
         finally:
             os.close(fd)
-    finally:
-        os.close(above)
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise DeviceError(f"cannot be read: {e.strerror}", path=path) from None
     digest, image = data[:_DIGEST], data[_DIGEST:]
     if not hmac.compare_digest(digest, _digest(key, image)):
         _log.warning("%s is damaged, and is made again", path)
