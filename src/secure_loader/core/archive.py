@@ -435,8 +435,10 @@ class TensorSlice:
         return self._info.dtype
 
     def on(self, device: str | int) -> TensorSlice:
-        """The same tensor, with results on another device."""
+        """The same tensor, with results on another device, where there is a short way to it; otherwise as it is."""
         where = f"cuda:{device}" if isinstance(device, int) else str(device)
+        if _engine(self._file, self._framework, where) is None:
+            return self
         return TensorSlice(self._file, self._framework, where, self._info, self._ahead)
 
     def __getitem__(self, index: Any) -> Any:

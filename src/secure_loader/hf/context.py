@@ -25,7 +25,6 @@ from ..core.aead import ALGORITHMS
 from ..core.archive import ReadOptions, TensorFile
 from ..core.checkpoint import Checkpoint
 from ..core.device.ahead import DeviceAhead
-from ..core.device.engine import Engine, engine_for
 from ..core.header import LENGTH
 from ..core.keys.jwk import MasterKey, SigningKey
 from ..core.keys.provider import KeyRing
@@ -165,29 +164,28 @@ class Context:
         """
         self.stop_reading_ahead()
         budget = self.session.config.prefetch_bytes
-        engine = self._engine()
-        if self.passive or not budget or (engine is None and self._may_need_gpus()):
+        if self.passive or not budget:
             return
         opened = {os.path.abspath(os.fspath(name)): self.open(name) for name in filenames}
-        tensors = [(file, name) for file in opened.values() if file is not None for name in file.header.tensors]
-        self._read_ahead = {path for path, file in opened.items() if file is not None}
+        files = {path: file for path, file in opened.items() if file is not None}
+        tensors = [(file, name) for file in files.values() for name in file.header.tensors]
         tensors.sort(key=lambda t: natural_key(t[1]))
-        if engine is not None:
-            self.ahead = DeviceAhead(tensors, framework("pt"), engine, budget)
-            return
-        options = Options(page_cache=self.session.config.page_cache)
-        self.ahead = Prefetch(tensors, framework("pt"), budget, options, at_once=True)
+        self._read_ahead = set(files)
+        places = {_spelled(place) for place in self._places()}
+        if places <= {"cpu", "disk"} or not any(file.engine("cuda") for file in files.values()):
+            options = Options(page_cache=self.session.config.page_cache)
+            self.ahead = Prefetch(tensors, framework("pt"), budget, options, at_once=True)
+        elif len(places) == 1:
+            place = places.pop()
+            # One engine serves all files of a session.
+            engine = next(file.engine(place) for file in files.values())
+            self.ahead = None if engine is None else DeviceAhead(tensors, framework("pt"), engine, budget)
 
-    def _engine(self) -> Engine | None:
-        """What brings tensors to the one GPU that all of them go to, if it is so."""
-        places = set(self.device_map.values()) if isinstance(self.device_map, dict) else set()
-        return engine_for(_spelled(places.pop())) if len(places) == 1 else None
-
-    def _may_need_gpus(self) -> bool:
-        """Whether tensors may go to a GPU: upstream may still be thinking about it."""
+    def _places(self) -> set[Any]:
+        """Devices that tensors go to, as far as upstream has said; ``"auto"`` and the like while it has not."""
         if isinstance(self.device_map, dict):
-            return any(map(on_gpu, self.device_map.values()))
-        return self.device_map is not None and engine_for("cuda") is not None
+            return set(self.device_map.values())
+        return {"cpu"} if self.device_map is None else {self.device_map}
 
     def stop_reading_ahead(self) -> None:
         """Wipe what was decrypted and not asked for."""
@@ -277,11 +275,6 @@ class Context:
             )
         self._written.add(os.path.abspath(os.fspath(filename)))
         return self.writer.publication
-
-
-def on_gpu(device: Any) -> bool:
-    """Whether tensors for a device, as Transformers names it, are brought there by an engine of ours."""
-    return device is not None and engine_for(_spelled(device)) is not None
 
 
 def _spelled(device: Any) -> str:

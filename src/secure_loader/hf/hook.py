@@ -35,7 +35,7 @@ from ..core.archive import TensorSlice
 from ..core.checkpoint import Checkpoint
 from ..errors import ConfigError, ManifestError, NotEncryptedError
 from . import hub, routing
-from .context import Context, current, loading, on_gpu
+from .context import Context, current, loading
 
 OLDEST, NEWEST = (5, 17), (5, 23)
 _FLAG = "_secure_loader"
@@ -199,7 +199,7 @@ def _spawn_materialize(
     inner: Callable[..., Any], thread_pool: Any, tensor: Any, device: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     # Upstream reads on the CPU and copies; to a GPU, ciphertext is copied and decrypted there.
-    if isinstance(tensor, TensorSlice) and on_gpu(device):
+    if isinstance(tensor, TensorSlice) and device is not None:
         tensor = tensor.on(device)
     return inner(thread_pool, tensor, device, *args, **kwargs)
 

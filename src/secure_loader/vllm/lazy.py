@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..core.archive import TensorFile
-from ..core.device.engine import Engine, engine_for
+from ..core.device.engine import Engine
 from ..core.device.plan import Part
 from ..core.device.torch_device import memory_of
 from ..core.pipeline import JOB_BYTES
@@ -234,7 +234,7 @@ class LazyTensor(torch.Tensor):
             and not self._part.cuts
             and target.numel() > 0
         )
-        engine = engine_for(str(target.device))
+        engine = self._file.engine(str(target.device))
         if self._root._value is not None:
             target.copy_(self.read())
         elif engine is not None and direct:
@@ -258,7 +258,7 @@ class LazyTensor(torch.Tensor):
             args[1]._copy_to(args[0])
             return args[0]
         if func is _aten._to_copy.default and isinstance(args[0], LazyTensor) and args[0]._root._value is None:
-            engine = engine_for(str(kwargs.get("device")))
+            engine = args[0]._file.engine(str(kwargs.get("device")))
             if engine is not None:
                 return func(args[0].read_on(engine), **kwargs)
         view = _VIEWS.get(func)

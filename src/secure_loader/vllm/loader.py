@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from ..core import index
 from ..core.archive import Archive, TensorFile
 from ..core.device.ahead import DeviceAhead
-from ..core.device.engine import Engine, engine_for
+from ..core.device.engine import Engine
 from ..core.memory import advise_huge
 from ..core.prefetch import Prefetch
 from ..core.session import Session
@@ -163,7 +163,7 @@ class SecureModelLoader(DefaultModelLoader):
             if file.envelope is None:
                 _log.warning("%s is not encrypted; insecure_allow_plaintext accepts it", file.source.path)
             names = list(self._local_names(file))
-            engine = engine_for(self._device)
+            engine = file.engine(self._device)
             smallest = None if engine is None else _MIN_LAZY_ON_DEVICE
             late = {name for name in names if self.options.lazy and LazyTensor.supports(file, name, smallest)}
             with self._ahead(file, [name for name in names if name not in late], engine) as ahead:
