@@ -91,6 +91,8 @@ class Session:
             copy_clear=self.config.clear_tensors == "copy",
             page_cache=self.config.page_cache,
             device_buffer_bytes=self.config.device_buffer_bytes,
+            device_kernels=self.config.device_kernels,
+            require_device_kernels=self.config.require_device_kernels,
             insecure_allow_unverified_clear=self.config.insecure_allow_unverified_clear,
         )
 

@@ -68,13 +68,20 @@ class Bench:
     """A fake device with an engine, in the place of the first GPU."""
 
     def __init__(
-        self, monkeypatch: Any, *, kernels: bool = True, seed: int = 0, slot: int = 256 * 1024, **fault: Any
+        self,
+        monkeypatch: Any,
+        *,
+        kernels: bool = True,
+        require: bool = False,
+        seed: int = 0,
+        slot: int = 256 * 1024,
+        **fault: Any,
     ) -> None:
         late = fault.pop("late_error", None)
         self.device = FakeDevice(seed, **fault)
         self.kernels = FakeKernels(self.device, late) if kernels else None
-        self.engine = Engine(self.device, self.kernels, "none here", slot_bytes=slot, region_bytes=1 << 20)
-        monkeypatch.setattr(archive, "engine_for", lambda device: self.engine)
+        self.engine = Engine(self.device, self.kernels, require=require, slot_bytes=slot, region_bytes=1 << 20)
+        monkeypatch.setattr(archive, "engine_for", lambda device, kernels, *, require: self.engine)
 
     def check_calm(self) -> None:
         """Nothing forbidden has happened, and nothing is under way."""

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from secure_loader.core import archive
 from secure_loader.core.device.device import Memory
 from secure_loader.core.device.engine import engine_for
+from secure_loader.errors import DeviceError
 
 from .fake import CLEARED, COPIED, VERIFIED
 from .files import CHUNK, DEVICE, Bench, content, same, session, write
@@ -250,7 +252,42 @@ def test_who_decrypts_is_logged_once(folder, monkeypatch, caplog):
     assert [r.levelname for r in caplog.records] == ["INFO"]
     caplog.clear()
     Bench(monkeypatch, kernels=False)
-    assert [(r.levelname, "none here" in r.message) for r in caplog.records] == [("INFO", True)]
+    with session().open(folder / "aes256gcm-2", device=DEVICE) as f:
+        f.get_tensors()
+    assert [(r.levelname, "no kernels" in r.message) for r in caplog.records] == [("INFO", True)]
+
+
+@pytest.mark.parametrize(("algorithm", "kernels"), [("aes256gcm", False), ("chacha20poly1305", True)])
+def test_where_the_device_has_to_decrypt_nothing_else_does(folder, monkeypatch, algorithm, kernels):
+    bench = Bench(monkeypatch, kernels=kernels, require=True)
+    with session(algorithm).open(folder / f"{algorithm}-2", device=DEVICE) as f:
+        for _ in range(2):
+            with pytest.raises(DeviceError, match="as the settings demand") as caught:
+                f.get_tensors()
+            assert caught.value.path == str(folder / f"{algorithm}-2")
+        assert f.get_tensor("n0").numel() == 0  # nothing to decrypt
+    assert "copy_in" not in bench.device.log
+
+
+def test_the_settings_choose_the_kernels(folder, monkeypatch):
+    asked = []
+    Bench(monkeypatch)
+    monkeypatch.setattr(archive, "engine_for", lambda *a, **k: asked.append((a, k)))
+    with session(device_kernels="nvrtc", require_device_kernels=True).open(folder / "aes256gcm-2", device="meta") as f:
+        f.get_tensor("n1")
+    assert asked == [(("meta", "nvrtc"), {"require": True})]
+
+
+@pytest.mark.parametrize("page_cache", ["keep", "bypass"])
+@pytest.mark.parametrize("integrity", ["tags", "full"])
+@pytest.mark.parametrize("step", [2, 3])
+def test_some_tensors_of_a_file(folder, tensors, monkeypatch, step, integrity, page_cache):
+    """Runs with gaps between them."""
+    bench = Bench(monkeypatch, slot=64 * KIB)
+    with session(integrity=integrity, page_cache=page_cache).open(folder / "mixed", device=DEVICE) as f:
+        names = f.offset_keys()[::step]
+        assert same(f.get_tensors(names), {n: tensors[n] for n in names})
+    bench.check_calm()
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu", "mps", "xpu", "nonsense", "cuda:9999"])

@@ -256,6 +256,25 @@ def test_memory_of_somebody_else_loses_the_part_that_was_to_be_filled(folder, mo
     bench.check_wiped()
 
 
+def test_neighbouring_numbers_are_not_neighbouring_memory(folder, monkeypatch):
+    """One parameter is filled up to byte n, the next one from byte n on: they are wiped apart."""
+    bench = Bench(monkeypatch, fail_at=(40,), slot=16 * KIB)
+    half, parts = CHUNK, []
+    for start, at in ((0, 0), (CHUNK, half)):
+        parameter = torch.full((2 * half,), 0x77, dtype=torch.uint8)
+        memory = Memory(parameter, parameter.data_ptr(), parameter.nbytes)
+        bench.device.adopt(parameter, memory)
+        parts.append((start, memory, at, parameter))
+    with session(**OPTIONS).open(folder / "2", device=DEVICE) as f:
+        todo = [(f.file.part("first", start, start + CHUNK), memory, at) for start, memory, at, _ in parts]
+        with pytest.raises(DeviceError):
+            bench.engine.fill(todo, f.file.read_options, 64 * KIB)
+    for _, _, at, parameter in parts:
+        assert not parameter[at : at + half].any()
+        assert int((parameter == 0x77).sum()) == half
+    bench.check_wiped()
+
+
 def test_when_no_thread_comes_to_help(folder, monkeypatch):
     from secure_loader.core.device import transfer
 
@@ -281,10 +300,12 @@ def test_helpers_that_come_too_late_keep_nothing_in_sight(folder, monkeypatch):
         with session(**OPTIONS).open(folder / "2", device=DEVICE) as f:
             f.get_tensors()
             source = weakref.ref(f.file.source)
+        pinned = weakref.ref(bench.device.hosts[0].owner)
         del f
         bench.kernels.batches.clear()
+        bench.device.hosts.clear()
         assert late
-        assert source() is None
+        assert (source(), pinned()) == (None, None)
     finally:
         gc.enable()
     for work in late:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from ...errors import DeviceError
 from ..pipeline import Options, SealedBytes
 from ..source import FileSource
 from .batch import Kernels
+from .choice import choose
 from .device import Device, Memory
 from .layout import REGION_BYTES, lay_out
 from .plan import Part, Target
@@ -27,7 +30,7 @@ class Engine:
     Args:
         device: The device.
         kernels: What decrypts there; None leaves it to the host.
-        why: Why there are none.
+        require: Raise where the host would have to decrypt.
         slot_bytes: Size of a piece of pinned memory, at most.
         region_bytes: Size of what tensors share, at most.
     """
@@ -36,16 +39,14 @@ class Engine:
         self,
         device: Device,
         kernels: Kernels | None,
-        why: str = "",
         *,
+        require: bool = False,
         slot_bytes: int = SLOT_BYTES,
         region_bytes: int = REGION_BYTES,
     ) -> None:
-        self._device, self._kernels = device, kernels
+        self._device, self._kernels, self._require = device, kernels, require
         self._slot_bytes, self._region_bytes = slot_bytes, region_bytes
         self._told: weakref.WeakSet[FileSource] = weakref.WeakSet()
-        if kernels is None:
-            _log.info("nothing decrypts on %s, the CPU does it before the copy: %s", device.name, why)
 
     def load(self, parts: Sequence[Part], options: Options, host_bytes: int) -> list[Any]:
         """Parts of tensors in new memory.
@@ -83,39 +84,57 @@ class Engine:
             host_bytes: Pinned host memory that may be taken for it.
 
         Raises:
+            DeviceError: The device has to decrypt, and has no kernels for a file's cipher.
             SecureLoaderError: As :func:`core.device.transfer.transfer`. That memory was overwritten then.
         """
         for part, _, _ in parts:
-            self._tell(part)
+            self._look_at(part)
         kernels = self._kernels
         targets = [Target(p.wanted, memory, at, p.key if kernels else None) for p, memory, at in parts]
         transfer(Way(self._device, kernels, host_bytes, self._slot_bytes), targets, options)
 
-    def _tell(self, part: Part) -> None:
+    def _look_at(self, part: Part) -> None:
         """Say once for each file who decrypts it."""
         stored = part.wanted.stored
-        if self._kernels is None or stored.source in self._told or not isinstance(stored, SealedBytes):
+        if stored.source in self._told or not isinstance(stored, SealedBytes):
             return
-        self._told.add(stored.source)
-        if part.key is None:
-            why = "its cipher is for the CPU, which decrypts it before the copy"
-            _log.info("%s goes to %s by way of the CPU: %s", stored.source.path, self._device.name, why)
+        path, device = stored.source.path, self._device.name
+        if self._kernels is not None and part.key is not None:
+            _log.debug("%s is decrypted on %s: %s", path, device, self._kernels.name)
         else:
-            _log.debug("%s is decrypted on %s: %s", stored.source.path, self._device.name, self._kernels.name)
+            why = "there are no kernels" if self._kernels is None else "there are none for its cipher"
+            if self._require:
+                raise DeviceError(f"cannot be decrypted on {device}, as the settings demand: {why}", path=path)
+            _log.info("%s is decrypted on the CPU and copied to %s: %s", path, device, why)
+        self._told.add(stored.source)
 
 
-_engines: dict[int, Engine] = {}
+_engines: dict[tuple[int, str, bool], Engine] = {}
 _lock = threading.Lock()
 
 
-def engine_for(device: str) -> Engine | None:
+def _after_fork() -> None:
+    # What belongs to the parent's driver is of no use in a child, nor is the state of the lock.
+    global _engines, _lock
+    _engines, _lock = {}, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def engine_for(device: str, kernels: str = "auto", *, require: bool = False) -> Engine | None:
     """The engine of a GPU, made at its first use.
 
     Args:
         device: As torch spells it.
+        kernels: What decrypts there, as :func:`core.device.choice.choose`.
+        require: Raise rather than leave it to the CPU.
 
     Returns:
         None for another kind of device, and where torch cannot use it: the framework's own copy says why.
+
+    Raises:
+        DeviceError: ``require``, and nothing can decrypt there.
     """
     if not device.startswith("cuda"):
         return None
@@ -124,7 +143,9 @@ def engine_for(device: str) -> Engine | None:
     index = index_of(device)
     if index is None:
         return None
+    key = (index, kernels, require)
     with _lock:
-        if index not in _engines:
-            _engines[index] = Engine(TorchDevice(index), None, "not wired yet")
-        return _engines[index]
+        if key not in _engines:
+            chosen = choose(index, kernels, require=require)
+            _engines[key] = Engine(TorchDevice(index), chosen.kernels, require=require)
+        return _engines[key]

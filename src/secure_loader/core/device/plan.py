@@ -205,7 +205,8 @@ def _by_the_device(target: Target, key: Secret, scratch: Scratch | None, room: i
         if nbytes and (first < wanted.start or first + nbytes > wanted.stop):
             assert scratch is not None  # noqa: S101 - edge_bytes says so
             memory, at = scratch.memory, scratch.place(target, first, nbytes)
-        nonce = stored.iv if stored.chunk_size is None else chunk_nonce(stored.iv, index)
+        # The only chunk of v1 is number 0, whose nonce is the IV itself.
+        nonce = chunk_nonce(stored.iv, index)
         opening = Opening(memory, at, nbytes, key, nonce, stored.tags[index * TAG_BYTES : (index + 1) * TAG_BYTES])
         if nbytes <= room:
             yield Load(_part(wanted, as_stored, first, first + nbytes), checked, nbytes, memory, at, opening)
