@@ -59,6 +59,8 @@ class Device:
     def __init__(self, shim: Shim, keys: list[bytes], messages: list[Message], *, order: int = FORWARD) -> None:
         self.shim, self.messages, self.order = shim, messages, order
         for message in messages:
+            if message.tag:
+                continue  # it came sealed
             both = AESGCM(keys[message.key]).encrypt(message.nonce, message.plain, message.aad)
             message.sealed, message.tag = both[:-16], both[-16:]
         self.schedules = Memory(bytes([POISON]) * abi.SCHEDULE_BYTES * len(keys))
