@@ -324,6 +324,18 @@ def test_a_fault_on_the_device_is_found_by_waiting(driver, kernels):
     memory.assert_no_key(driver)
 
 
+def test_asking_neither_blocks_nor_fails(driver, kernels):
+    memory = Memory(driver)
+    pending = kernels.open(memory.batch, STREAM)
+    with pending._lock:
+        assert not pending.done(), "somebody else waits"
+    driver.fails = lambda _i, name: name == "push"
+    assert pending.done(), "waiting would raise at once"
+    driver.fails = lambda *_: False
+    pending.wait()
+    assert memory.found() == memory.plain
+
+
 class Interrupt:
     """Raises KeyboardInterrupt at one call, as ^C would between two lines there."""
 

@@ -89,8 +89,14 @@ class _Pending:
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return self._settled  # somebody is waiting already
+        try:
             return self._settled or self._launcher.reached(self._parts)
+        except DeviceError:
+            return True  # which wait tells
+        finally:
+            self._lock.release()
 
     def wait(self) -> None:
         """Wait for the verdicts.
