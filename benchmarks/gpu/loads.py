@@ -35,9 +35,8 @@ def run(context: Context) -> None:
     workers: dict[str, Worker | str] = {}
     started: dict[str, Worker] = {}
     try:
-        started.update(
-            {name: Worker(name, context.bench_name) for name in LOADERS}
-        )  # side by side: imports take seconds
+        for name in LOADERS:  # side by side: imports take seconds
+            started[name] = Worker(name, context.bench_name)
         for name, worker in started.items():
             workers[name] = _ready(worker)
         for number, (place, one) in enumerate(cases):
@@ -46,10 +45,12 @@ def run(context: Context) -> None:
     finally:
         for worker in started.values():
             worker.close()
-    place = "memory" if "memory" in found[-1].paths else "disk"
-    _memory(context, place, found[min(1, len(found) - 1)])
     if isinstance(workers["secure"], str):
         raise StageError(workers["secure"])
+    one = found[min(1, len(found) - 1)]
+    place = "memory" if "memory" in one.paths else "disk"
+    ready = [name for name, worker in workers.items() if isinstance(worker, Worker)]
+    _memory(context, place, one, ready)
 
 
 def _ready(worker: Worker) -> Worker | str:
@@ -119,7 +120,7 @@ def _check(answer: Mapping[str, Any], one: files.Files) -> None:
         raise MeasurementError("gave other bytes than were written")
 
 
-def _memory(context: Context, place: str, one: files.Files) -> None:
+def _memory(context: Context, place: str, one: files.Files, ready: list[str]) -> None:
     """Memory of the first load in a process, of one loader after the other.
 
     Host memory is what the process owns (anonymous) and what is pinned. Pinned memory counts as shared in the system's books
@@ -161,7 +162,7 @@ def _memory(context: Context, place: str, one: files.Files) -> None:
             parameters={"bytes": one.nbytes},
         )
 
-    works = [work(n, loader) for n, loader in LOADERS.items() if loader.variant in one.paths[place]]
+    works = [work(n, LOADERS[n]) for n in ready if LOADERS[n].variant in one.paths[place]]
     title = f"Memory of the first load of {one.nbytes / 1e9:.1f} GB in a process"
     # One round: the first would be the only one that is a first load.
     found = measure(context, "memory", title, works, warm_ups=0, repetitions=1)

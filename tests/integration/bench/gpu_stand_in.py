@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import struct
+import sys
 import time
 from pathlib import Path
 
@@ -187,8 +188,8 @@ class StandIn:
     stand_in = True
     torch_device, ordinal, stream = "cpu", 0, 0
 
-    def __init__(self) -> None:
-        self._driver = StandInDriver()
+    def __init__(self, driver: Driver | None = None) -> None:
+        self._driver = driver or StandInDriver()
         self._kernels = CudaKernels(self._driver, 0, b"", "model")
 
     def seconds(self, work) -> float:
@@ -221,9 +222,35 @@ class StandIn:
 
 def make() -> StandIn:
     """For ``--bench tests.integration.bench.gpu_stand_in:make``."""
-    if os.environ.get("STAND_IN_FAILS"):
-        raise DeviceError("the stand-in was told to fail")
     return StandIn()
+
+
+def broken() -> StandIn:
+    """Cannot be opened."""
+    raise DeviceError("there was a device, and now there is none")
+
+
+def stuck() -> StandIn:
+    """Does not answer."""
+    time.sleep(60)
+    raise AssertionError
+
+
+def dying() -> StandIn:
+    """Takes the whole process with it behind its first case."""
+    bench = StandIn()
+    measured = bench.seconds
+    left = [9]  # three works: two warm-ups and one round each
+
+    def seconds(work) -> float:
+        if not left[0]:
+            print("illegal address", file=sys.stderr, flush=True)
+            os._exit(3)
+        left[0] -= 1
+        return measured(work)
+
+    bench.seconds = seconds
+    return bench
 
 
 def _write(address: int, data: bytes) -> None:
