@@ -141,7 +141,7 @@ def check_good() -> None:
 
 def check_tampered() -> None:
     """One verdict for each chunk; one that is bad takes all of the batch with it."""
-    sealed = Sealed((0, 20, 0), *[(0, 33, i) for i in range(9)], (0, 0, 0), (0, 40, 5))
+    sealed = Sealed((0, 20, 0), *[(0, 33, i) for i in range(9)], (0, 0, 0), (0, 1, 5))
     chunks = sealed.chunks
 
     def flip(data: bytes, bit: int) -> bytes:
@@ -154,8 +154,9 @@ def check_tampered() -> None:
     chunks[5] = chunks[5]._replace(nbytes=32)
     for i, where in ((6, 0), (7, 15), (8, 32)):  # in the first, last and short block
         sealed.memory[chunks[i].address - sealed.memory.data_ptr() + where] ^= 1
-    chunks[9], last = chunks[9]._replace(tag=bytes(16)), chunks[5].address - sealed.memory.data_ptr() + 32
+    chunks[9] = chunks[9]._replace(tag=flip(chunks[9].tag, 40))
     chunks[10] = chunks[10]._replace(tag=flip(chunks[10].tag, 64))
+    last = chunks[5].address - sealed.memory.data_ptr() + 32
     sealed.wiped[last] = sealed.memory[last].item()  # behind the chunk that was cut short
     kernels = TritonKernels(0, Interpreter())
     pending = kernels.open(sealed.batch(2), 0)
