@@ -1,8 +1,8 @@
 // One pass over the segments of many chunks: decrypt and hash, encrypt and hash, or decrypt alone.
 //
 // Thread t takes blocks t, t + T, t + 2T, ... of a segment, T = SL_THREADS: neighbours read neighbouring blocks. 8 of them make a tile, for
-// which it prepares the key stream in one go. Its part of the hash is Horner's scheme with H^T, and at the end one product with the power of H
-// that is due to its last block. So a segment's sum is what GHASH would make of the segment alone, wherever it lies in its chunk; the last
+// which it prepares the key stream in one go. Its part of the hash is Horner's scheme with H^T, but for its last block, which counts the
+// power of H that is due to it. So a segment's sum is what GHASH would make of the segment alone, wherever it lies in its chunk; the last
 // block counts H^1. finish.cuh puts the segments together.
 //
 // A block is read once: the register that is hashed is the one that is decrypted, nothing can change between the two.
@@ -18,7 +18,6 @@ enum SlMode { SL_OPEN, SL_SEAL, SL_CTR };
 struct SlSegmentShared {
   u32 round_keys[SL_MAX_ROUNDS + 1][32];
   uint4 stream[8][SL_THREADS];  // each thread has a column of its own, so that these need no barrier
-  uint4 step;                   // H^T
   uint4 sums[SL_THREADS / 32];
 };
 
@@ -41,7 +40,6 @@ static __device__ __forceinline__ void sl_segments(
 
     __syncthreads();  // the last segment's keys and sums are in use no more
     sl_stage_keys(shared.round_keys, schedule, chunk.nonce);
-    if (tid == 0) shared.step = schedule.power[SL_THREADS - 1];
     __syncthreads();
 
     SlGf hash = sl_gf_zero();
@@ -66,19 +64,19 @@ static __device__ __forceinline__ void sl_segments(
         const uint4 stream = *place;
         const uint4 before = length >= 16 ? sl_load_block(in + offset, alignment) : sl_load_short(in + offset, length, place);
         const uint4 after = sl_xor(before, stream);
-        // The product comes before the load, when the fewest registers are in use.
-        if (mode != SL_CTR && block >= SL_THREADS) hash = sl_gf_mul(hash, sl_gf(shared.step));  // not for the thread's first block
         if (mode == SL_OPEN) hash = sl_gf_add(hash, sl_gf_of_block(before));
         if (mode == SL_SEAL) hash = sl_gf_add(hash, sl_gf_of_block(length >= 16 ? after : sl_cut(after, length)));
         if (length >= 16)
           sl_store_block(out + offset, after, alignment);
         else
           sl_store_short(out + offset, after, length, place);
+        if (mode != SL_CTR) {  // H^T leads to the thread's next block; if there is none, H^(blocks behind + 1) is due
+          const u32 behind = nblocks - 1 - block;
+          hash = sl_gf_mul(hash, sl_gf(schedule.power[behind < SL_THREADS ? behind : SL_THREADS - 1]));
+        }
       }
     }
     if (mode != SL_CTR) {
-      // The thread's last block has (nblocks - 1 - tid) % T blocks behind it, itself counts one more.
-      if (tid < nblocks) hash = sl_gf_mul_shared(hash, sl_gf(schedule.power[(nblocks - 1 - tid) % SL_THREADS]));
       hash = sl_cta_sum(hash, shared.sums);
       if (tid == 0) partial[chunk.first_segment + segment] = sl_gf_words(hash);
     }
