@@ -22,6 +22,7 @@ from benchmarks.gpu.sizes import SIZES
 from benchmarks.gpu.stage import Stage
 from benchmarks.gpu.stages import LIMIT, STAGES, find
 
+_FACTS = 90.0  # seconds; a device that has not answered by then never will
 _LOADING = {"pipeline", "load", "cold"}  # stages that load files
 
 
@@ -96,11 +97,13 @@ def run(options: argparse.Namespace, wheels: list[str]) -> int:
     limit = options.seconds or LIMIT
     chosen = _chosen(options.only)
     out = options.out or results.RESULTS
-    os.environ.update(cache.environment())
+    clean = cache.environment()  # without the settings of the person who runs it
+    os.environ.clear()
+    os.environ.update(clean)
     tell = partial(print, flush=True)
     with _folders(options) as (folder, memory):
         try:
-            facts = runner.facts(options.bench, folder, os.environ, limit)
+            facts = runner.facts(options.bench, folder, os.environ, min(limit, _FACTS))
         except RuntimeError as e:
             raise NotReadyError(str(e)) from None
         facts["gpu"]["wheels"] = wheels

@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.data import StateDict
 from benchmarks.gpu.device import Bench
 from benchmarks.gpu.stage import Context, SkippedError
+from secure_loader.bench import machine
 from secure_loader.bench.measure import digest
 
 VARIANTS = ("plain", "secure", "cryptotensors")
@@ -29,8 +30,10 @@ class Files:
     """One state dict.
 
     Attributes:
+        name: Its own.
         nbytes: Of all its tensors.
         tensors: How many.
+        cached: Whether what lies in ``memory`` is the file on the disk, in the page cache: there is no tmpfs with room for it.
         digest: Of the tensors, see :func:`secure_loader.bench.measure.digest`.
         paths: By place (``disk``, ``memory``) and variant.
         missing: Why, for what there is not.
@@ -39,6 +42,7 @@ class Files:
     name: str
     nbytes: int
     tensors: int
+    cached: bool
     digest: str
     paths: Mapping[str, Mapping[str, str]]
     missing: Mapping[str, str]
@@ -46,13 +50,11 @@ class Files:
 
 def memory_folder(nbytes: int) -> Path | None:
     """A file system in memory with room for so many bytes, where this user may write."""
-    from secure_loader.bench.machine import file_system
-
     for name in _TMPFS:
         place = Path(name)
         if not place.is_dir() or not os.access(place, os.W_OK):
             continue
-        if file_system(place) == "tmpfs" and shutil.disk_usage(place).free > nbytes:
+        if machine.file_system(place) == "tmpfs" and shutil.disk_usage(place).free > nbytes:
             return place
     return None
 
@@ -73,7 +75,7 @@ def run(context: Context) -> None:
         found.append(made)
         rate = what.nbytes / (time.monotonic() - start)
         (context.folder / "files.json").write_text(json.dumps(found))
-        context.tell(f"   {what.name}: {what.nbytes / 1e9:.2f} GB, in {', '.join(made['paths'])}")
+        context.tell(f"   {what.name}: {what.nbytes / 1e9:.2f} GB, on the disk and {where(Files(**made), 'memory')}")
     if not found:
         raise SkippedError("there is room for none of the files")
 
@@ -109,10 +111,10 @@ def _make(context: Context, what: StateDict, *, cryptotensors: bool) -> dict[str
     total = digest(tensors)
     del tensors
     os.sync()
-    if context.memory_folder is None:
-        missing["memory"] = "there is no tmpfs with room for it"
-    elif min(shutil.disk_usage(context.memory_folder).free, _available() - _SPARE) < count * what.nbytes + (64 << 20):
-        missing["memory"] = "the tmpfs has no room for it"
+    room = 0 if context.memory_folder is None else shutil.disk_usage(context.memory_folder).free
+    cached = min(room, _available() - _SPARE) < count * what.nbytes + (64 << 20)
+    if context.memory_folder is None or cached:
+        paths["memory"] = paths["disk"]
     else:
         paths["memory"] = {
             variant: shutil.copyfile(path, context.memory_folder / Path(path).name).as_posix()
@@ -122,6 +124,7 @@ def _make(context: Context, what: StateDict, *, cryptotensors: bool) -> dict[str
         "name": what.name,
         "nbytes": what.nbytes,
         "tensors": len(what.shapes),
+        "cached": cached,
         "digest": total,
         "paths": paths,
         "missing": missing,
@@ -153,6 +156,21 @@ def write(path: Path, tensors: Mapping[str, Any], variant: str) -> None:
         from benchmarks import peers
 
         peers.save_cryptotensors(path, tensors, None)
+
+
+def prepare(one: Files, place: str, path: str | Path) -> None:
+    """Before a load: out of the page cache what is to come from the disk, and into it what stands for memory."""
+    if place == "disk":
+        machine.evict([path])
+    elif one.cached:
+        machine.warm([path])
+
+
+def where(one: Files, place: str) -> str:
+    """For readers."""
+    if place == "disk":
+        return "on the disk, not in the page cache"
+    return "in the page cache (no tmpfs has room for it)" if one.cached else "in memory (tmpfs)"
 
 
 def _available() -> int:

@@ -31,12 +31,12 @@ _STATUS = {"RssAnon": "anon", "RssFile": "file", "RssShmem": "shmem"}
 def run(context: Context) -> None:
     """All loaders over all files; then one load of each again, alone, with an eye on its memory."""
     found = files.made(context)
-    cases = [(place, one) for one in found for place in ("memory", "disk") if place in one.paths]
+    cases = [(place, one) for one in found for place in ("memory", "disk")]
     workers: dict[str, Worker | str] = {}
     started: dict[str, Worker] = {}
     try:
         for name in LOADERS:  # side by side: imports take seconds
-            started[name] = Worker(name, context.bench_name)
+            started[name] = Worker(name, context)
         for name, worker in started.items():
             workers[name] = _ready(worker)
         for number, (place, one) in enumerate(cases):
@@ -48,9 +48,8 @@ def run(context: Context) -> None:
     if isinstance(workers["secure"], str):
         raise StageError(workers["secure"])
     one = found[min(1, len(found) - 1)]
-    place = "memory" if "memory" in one.paths else "disk"
     ready = [name for name, worker in workers.items() if isinstance(worker, Worker)]
-    _memory(context, place, one, ready)
+    _memory(context, one, ready)
 
 
 def _ready(worker: Worker) -> Worker | str:
@@ -81,8 +80,7 @@ def _case(context: Context, workers: Mapping[str, Worker | str], place: str, one
             if isinstance(worker, str):
                 raise MeasurementError(worker)
             path = _path(one, place, loader)
-            if place == "disk":
-                machine.evict([path])
+            files.prepare(one, place, path)
             last[0] = worker.load(path)
             taken = float(last[0]["seconds"])
             firsts.setdefault(name, taken)
@@ -103,8 +101,7 @@ def _case(context: Context, workers: Mapping[str, Worker | str], place: str, one
 
     # What has no file of this size is not compared in this one.
     works = [work(n, loader) for n, loader in LOADERS.items() if loader.variant in one.paths[place]]
-    where = "in memory (tmpfs)" if place == "memory" else "on the disk, not in the page cache"
-    title, name = f"{one.nbytes / 1e9:.1f} GB {where}", f"{place}-{one.name}"
+    title, name = f"{one.nbytes / 1e9:.1f} GB {files.where(one, place)}", f"{place}-{one.name}"
     state = "cold" if place == "disk" else "as is"
     found = measure(context, name, title, works, cache=state, warm_ups=1, seconds=seconds)
     for entry, first in firsts.items():
@@ -120,7 +117,7 @@ def _check(answer: Mapping[str, Any], one: files.Files) -> None:
         raise MeasurementError("gave other bytes than were written")
 
 
-def _memory(context: Context, place: str, one: files.Files, ready: list[str]) -> None:
+def _memory(context: Context, one: files.Files, ready: list[str]) -> None:
     """Memory of the first load in a process, of one loader after the other.
 
     Host memory is what the process owns (anonymous) and what is pinned. Pinned memory counts as shared in the system's books
@@ -132,8 +129,9 @@ def _memory(context: Context, place: str, one: files.Files, ready: list[str]) ->
         last: list[dict[str, Any]] = [{}]
 
         def load() -> float:
-            path = _path(one, place, loader)
-            worker = Worker(name, context.bench_name)
+            path = _path(one, "memory", loader)
+            files.prepare(one, "memory", path)
+            worker = Worker(name, context)
             try:
                 worker.ready()
                 before = worker.look(context.bench)
@@ -162,7 +160,7 @@ def _memory(context: Context, place: str, one: files.Files, ready: list[str]) ->
             parameters={"bytes": one.nbytes},
         )
 
-    works = [work(n, LOADERS[n]) for n in ready if LOADERS[n].variant in one.paths[place]]
+    works = [work(n, LOADERS[n]) for n in ready if LOADERS[n].variant in one.paths["memory"]]
     title = f"Memory of the first load of {one.nbytes / 1e9:.1f} GB in a process"
     # One round: the first would be the only one that is a first load.
     found = measure(context, "memory", title, works, warm_ups=0, repetitions=1)
@@ -179,10 +177,11 @@ class Worker:
 
     Args:
         name: Of the loader.
-        bench_name: Of the device.
+        context: Of the stage.
     """
 
-    def __init__(self, name: str, bench_name: str) -> None:
+    def __init__(self, name: str, context: Context) -> None:
+        self._left, bench_name = context.left, context.bench_name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         # Where the CPU decrypts, the figures are not those of the device path: then there are none.
         ours = {"SECURE_LOADER_REQUIRE_DEVICE_KERNELS": "1"} if bench_name == "cuda" else {}
@@ -226,11 +225,12 @@ class Worker:
         return found | {"device": -bench.free_memory()}
 
     def _receive(self, watch: Callable[[], None] | None) -> dict[str, Any]:
-        end = time.monotonic() + _TIMEOUT
+        patience = max(1.0, min(_TIMEOUT, self._left()))
+        end = time.monotonic() + patience
         out = self._process.stdout
         while not select.select([out], [], [], _SAMPLE_EVERY if watch else 1.0)[0]:
             if time.monotonic() > end:
-                raise MeasurementError(f"not done after {_TIMEOUT:g} s")
+                raise MeasurementError(f"not done after {patience:.0f} s")
             if watch:
                 watch()
         line = out.readline()

@@ -19,7 +19,6 @@ from benchmarks.gpu.copies import size_text
 from benchmarks.gpu.device import wall_seconds
 from benchmarks.gpu.rounds import Work, measure
 from benchmarks.gpu.stage import Context, SkippedError
-from secure_loader.bench import machine
 from secure_loader.bench.measure import MeasurementError, digest
 from secure_loader.core.device.batch import Batch, Chunk, Kernels, Pending
 from secure_loader.core.device.device import Device, HostMemory, Memory
@@ -38,7 +37,7 @@ def run(context: Context) -> None:
     except SkippedError as e:
         context.tell(f"   {e}")
         raise
-    cases = [(place, one) for one in found for place in ("memory", "disk") if place in one.paths]
+    cases = [(place, one) for one in found for place in ("memory", "disk")]
     for number, (place, one) in enumerate(cases):
         _file(context, place, one, context.left() / (len(cases) - number))
 
@@ -143,14 +142,14 @@ def _file(context: Context, place: str, one: files.Files, seconds: float) -> Non
         return wall_seconds(bench, copy)[0]
 
     def read() -> float:
-        _prepare(place, path)
+        files.prepare(one, place, path)
         start = time.perf_counter()
         _read_into(path, host.numpy())
         return time.perf_counter() - start
 
     def load() -> float:
         last[0] = {}
-        _prepare(place, path)
+        files.prepare(one, place, path)
         taken, last[0] = wall_seconds(bench, lambda: load_file(path, device=bench.torch_device))
         return taken
 
@@ -159,21 +158,15 @@ def _file(context: Context, place: str, one: files.Files, seconds: float) -> Non
             raise MeasurementError("gave other bytes than were written")
         last[0] = {}
 
-    where = "in memory (tmpfs)" if place == "memory" else "on the disk, not in the page cache"
     parameters = {"bytes": one.nbytes, "tensors": one.tensors}
     works = [
         Work(name="bare", label="bare copy from pinned memory", loader="none", run=bare, parameters=parameters),
         Work(name="read", label=f"reading alone, {_READERS} threads", loader="none", run=read, parameters=parameters),
         Work(name="secure", label="encrypted file to verified tensors", run=load, check=check, parameters=parameters),
     ]
-    title = f"{one.nbytes / 1e9:.1f} GB {where}"
+    title = f"{one.nbytes / 1e9:.1f} GB {files.where(one, place)}"
     cache = "cold" if place == "disk" else "as is"
     measure(context, f"{place}-{one.name}", title, works, cache=cache, warm_ups=1, seconds=seconds)
-
-
-def _prepare(place: str, path: Path) -> None:
-    if place == "disk":
-        machine.evict([path])
 
 
 def _read_into(path: Path, target: Any) -> None:

@@ -27,7 +27,7 @@ class Work:
         run: Does it once, and gives seconds.
         check: Raises MeasurementError if it did something wrong. Called behind every ``run``, not timed.
         cpu: Processor time that it has taken so far.
-        parameters: JSON-able; ``bytes`` are those that one ``run`` works on, ``predicted`` a pair of GB/s.
+        parameters: JSON-able; ``bytes`` are those that one ``run`` works on, ``predicted`` one or two GB/s.
     """
 
     name: str
@@ -167,4 +167,9 @@ def line(entry: Mapping[str, Any]) -> str:
     text = f"{entry['label']}: {seconds * 1e3:.3f} ms"
     if found is not None:
         text += f", {found:.2f} GB/s"
-    return text if predicted is None else f"{text}, predicted {predicted[0]:g}-{predicted[1]:g}"
+    return text if predicted is None else f"{text}, predicted {span(predicted)}"
+
+
+def span(numbers: Sequence[float]) -> str:
+    """``150-210``, or one number."""
+    return "-".join(f"{number:g}" for number in numbers)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cache
-from benchmarks.gpu.stage import Stage
+from benchmarks.gpu.stage import LATE, Stage
 
 _GRACE = 5.0  # seconds that a stage has for itself between its own deadline and its end
 _TAIL = 800
@@ -121,13 +121,13 @@ def _follow(process: subprocess.Popen[bytes], end: float, outcome: Outcome, tell
 
 
 def broken(outcome: Outcome) -> list[str]:
-    """What did not do what it should: the stage, or any of our own entries. Others' are results."""
+    """What did not do what it should: the stage, or any of our own entries. Others' are results, and what came too late is told."""
     found = [] if outcome.failure is None else [outcome.failure]
     for name, case in outcome.cases.items():
         found += [
             f"{name}: {entry['label']}: {entry['failure']}"
             for entry in case["entries"].values()
-            if entry["ours"] and entry["failure"] is not None
+            if entry["ours"] and entry["failure"] not in (None, LATE)
         ]
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu.rounds import rate
+from benchmarks.gpu.rounds import rate, span
 
 Results = dict[str, dict[str, Any]]
 Rows = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
@@ -19,7 +19,10 @@ def of_gpu(results: Results) -> Results:
 def rate_table(document: dict[str, Any], rows: Rows) -> str:
     """Everything that was timed, in GB/s, beside what was predicted."""
     parts = []
-    for case in document["cases"].values():
+    for name, case in document["cases"].items():
+        if name in _OTHERS:
+            parts.append(_figures(case, _OTHERS[name], rows))
+            continue
         lines = []
         for entry in case["entries"].values():
             label = f"**{entry['label']}**" if entry["ours"] else entry["label"]
@@ -34,12 +37,49 @@ def rate_table(document: dict[str, Any], rows: Rows) -> str:
                     label,
                     f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds:.3f} s",
                     "" if found is None else f"{found:.1f}",
-                    "" if predicted is None else f"{predicted[0]:g}-{predicted[1]:g}",
+                    "" if predicted is None else span(predicted),
                 )
             )
         if lines:
             parts.append(rows((case["title"], "median", "GB/s", "predicted"), lines))
     return "\n".join(parts)
+
+
+# Cases that are about something else than GB/s: heading, parameter, scale.
+_OTHERS = {
+    "memory": (
+        ("host, MB", "host_bytes", 1e-6),
+        ("of it pinned", "pinned_bytes", 1e-6),
+        ("mapped files, MB", "mapped_bytes", 1e-6),
+        ("device above the tensors, MB", "device_above_bytes", 1e-6),
+    ),
+    "start": (
+        ("above a later load, s", "above_seconds", 1.0),
+        ("predicted", "predicted_seconds", 1.0),
+        ("later loads, s", "steady_seconds", 1.0),
+        ("making the context, s", "context_seconds", 1.0),
+    ),
+}
+
+
+def _figures(case: dict[str, Any], columns: tuple[tuple[str, str, float], ...], rows: Rows) -> str:
+    lines = []
+    for entry in case["entries"].values():
+        label, found = f"**{entry['label']}**" if entry["ours"] else entry["label"], entry["parameters"]
+        if entry["failure"] is not None:
+            reason = " ".join(entry["failure"].split()).replace("|", "\\|")[:120]
+            lines.append((label, f"does not run: {reason}", *[""] * (len(columns) - 1)))
+        else:
+            lines.append((label, *(_number(found.get(name), scale) for _, name, scale in columns)))
+    return rows((case["title"], *(heading for heading, _, _ in columns)), lines)
+
+
+def _number(value: Any, scale: float) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return span(value)
+    return f"{value * scale:,.0f}" if scale != 1 else f"{value:.2f}"
 
 
 def machine_table(results: Results, rows: Rows) -> str:
