@@ -149,9 +149,8 @@ def test_many_threads_at_once(folder):
         expected, wrong = content(), []
 
         def get(n):
-            for name in sorted(expected)[n::4]:
-                if not torch.equal(f.get_tensor(name).cpu(), expected[name]):
-                    wrong.append(name)
+            mine = sorted(expected)[n::4]
+            wrong.extend(name for name in mine if not torch.equal(f.get_tensor(name).cpu(), expected[name]))
 
         threads = [threading.Thread(target=get, args=(n,)) for n in range(4)]
         for thread in threads:

@@ -139,8 +139,8 @@ class TorchDevice:
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """The memory of a contiguous tensor of any dtype."""
-    owner = tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.detach()
+    """The memory of a contiguous tensor of any dtype. Raises RuntimeError, as torch, where it has gaps."""
+    owner = tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else tensor.detach()
     return Memory(owner, tensor.data_ptr(), tensor.nbytes)
 
 
