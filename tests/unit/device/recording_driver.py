@@ -50,6 +50,7 @@ class Model:
     def _segment(self, chunk: int, segment: int, schedules: int, partial: int) -> None:
         address, out, nbytes, _, _, nonce, _, _, first = self._read(chunk)
         assert address == out
+        assert nbytes > segment * abi.SEGMENT_BYTES, "a list of chunks that was overwritten before it was used"
         key = self._key(chunk, schedules)
         if segment == 0:
             self._genuine[partial, first] = self._is_genuine(chunk, schedules)

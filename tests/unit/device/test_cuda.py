@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from secure_loader.core.device import abi
 from secure_loader.core.device.batch import Batch, Chunk
 from secure_loader.core.device.cuda import KEYS_PER_LAUNCH, CudaKernels
 from secure_loader.core.secrets import Secret
@@ -370,6 +371,22 @@ def test_an_interrupted_wait_is_judged_all_the_same(number):
         pytest.fail("accepted what was tampered with")
     memory.assert_overwritten()
     memory.assert_no_key(driver)
+
+
+def test_keys_are_wiped_where_they_were_packed(driver, kernels, monkeypatch):
+    packed = []
+    pack_keys = abi.pack_keys
+    monkeypatch.setattr(abi, "pack_keys", lambda keys: packed.append(p := pack_keys(keys)) or p)
+    kernels.open(Memory(driver).batch, STREAM).wait()
+    assert [bytes(p) for p in packed] == [bytes(2 * abi.KEY_BYTES)]
+
+
+def test_a_workspace_must_be_large_enough_on_both_sides(driver, kernels):
+    for keys, size in ((1, 1), (60, 1), (1, 20_000_000)):
+        memory = Memory(driver, sizes=(size,) * keys, keys=keys)
+        kernels.open(memory.batch, STREAM).wait()
+        assert memory.found() == memory.plain
+    assert driver.calls.count("allocate") == driver.calls.count("allocate_host") == 2
 
 
 def test_workspaces_are_used_again_and_bounded(driver, kernels):

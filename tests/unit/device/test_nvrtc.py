@@ -34,6 +34,18 @@ def test_a_cubin_with_named_headers(nvrtc):
     assert nvrtc.compile(SMALL, 80) != image
 
 
+def test_programs_are_destroyed_whatever_becomes_of_them(nvrtc, monkeypatch):
+    destroyed = []
+    destroy = nvrtc._api.nvrtcDestroyProgram
+    monkeypatch.setattr(
+        nvrtc._api, "nvrtcDestroyProgram", lambda program: destroyed.append(program) or destroy(program)
+    )
+    nvrtc.compile(SMALL, 90)
+    with pytest.raises(DeviceError):
+        nvrtc.compile(Sources({"broken.cu": "nonsense"}), 90)
+    assert len(destroyed) == 2
+
+
 def test_names_of_the_bindings(nvrtc):
     """What is used of ``cuda.bindings.nvrtc`` is there, and means what it is taken for."""
     major, minor = map(int, nvrtc.version.split("."))

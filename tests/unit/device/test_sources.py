@@ -31,7 +31,14 @@ def test_the_fingerprint_sees_every_name_and_byte():
     files = {"a.cuh": "x", "b.cu": "y"}
     prints = [
         Sources(f).fingerprint
-        for f in (files, {"a.cuh": "xy", "b.cu": ""}, {"a.cuh": "x", "c.cu": "y"}, {"a.cuh": "x", "b.cu": "y "}, {})
+        for f in (
+            files,
+            {"a.cuh": "xb.cuy"},
+            {"a.cuh": "xy", "b.cu": ""},
+            {"a.cuh": "x", "c.cu": "y"},
+            {"a.cuh": "x", "b.cu": "y "},
+            {},
+        )
     ]
     assert len(set(prints)) == len(prints)
     assert Sources(dict(files)).fingerprint == prints[0]
