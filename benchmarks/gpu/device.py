@@ -82,7 +82,6 @@ class CudaBench:
         torch.cuda.set_device(ordinal)
         torch.empty(1, device=self.torch_device)  # makes the context
         self._stream = torch.cuda.Stream(self.torch_device)
-        self._chosen: dict[str, Kernels] = {}
 
     def seconds(self, work: Callable[[], None]) -> float:
         """As :meth:`Bench.seconds`, by two events."""

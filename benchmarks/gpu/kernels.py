@@ -164,11 +164,14 @@ def _pieces(context: Context, raw: Raw, memory: torch.Tensor, bits: int) -> None
         job.seal()
         job.open()
 
-    def run(*steps: Callable[[Job], None]) -> Callable[[], float]:
-        return lambda: raw.bench.seconds(lambda: [step(job) for job in jobs for step in steps] and None)
-
     def work(name: str, label: str, *steps: Callable[[Job], None]) -> Work:
-        return Work(name=name, label=label, run=run(*steps), parameters={"bytes": sizes.kernel, "launches": len(jobs)})
+        def queue() -> None:
+            for job in jobs:
+                for step in steps:
+                    step(job)
+
+        parameters = {"bytes": sizes.kernel, "launches": len(jobs)}
+        return Work(name=name, label=label, run=lambda: raw.bench.seconds(queue), parameters=parameters)
 
     works = [
         work("open", "open", lambda job: job.segments_by("sl_gcm_open")),

@@ -22,6 +22,7 @@ from secure_loader.core.secrets import Secret
 from secure_loader.errors import AuthenticationError
 
 _POISON = 0xA5
+_THOROUGH = 64 << 20  # a larger memory is filled only three times: that is what takes the time
 _STAGED = 64 << 20  # pinned memory at a time
 _SMALL = (0, 1, 15, 16, 17, 4095, 4096, 4097, 65535, 65536, 65537)
 _LARGE = (2 << 20, (2 << 20) + 5, (8 << 20) - 3)
@@ -91,7 +92,8 @@ def prove(driver: Driver, ordinal: int, kernels: Kernels, nbytes: int) -> list[s
         _open(kernels, layout, memory.address)
         _compare(memory.get(), layout.plain, "opened", layout)
         proven.append(f"{len(layout.chunks)} chunks of 0 to {max(c.nbytes for c in layout.chunks):,} bytes")
-        for what, changed, keys in _forgeries(layout):
+        thorough = nbytes <= _THOROUGH
+        for what, changed, keys in _forgeries(layout) if thorough else [next(_forgeries(layout))]:
             memory.put(layout.sealed)
             try:
                 _open(kernels, layout, memory.address, changed, keys)
@@ -101,7 +103,7 @@ def prove(driver: Driver, ordinal: int, kernels: Kernels, nbytes: int) -> list[s
                 raise ProofError(f"{what} was altered, and nobody noticed")
             _compare(memory.get(), layout.wiped, f"refused ({what} altered)", layout)
             proven.append(f"{what} altered: refused, all chunks overwritten")
-        for chunk in (layout.chunks[-1], *(c for c in layout.chunks if c.nbytes == 1)):
+        for chunk in (layout.chunks[-1], *(c for c in layout.chunks if c.nbytes == 1 and thorough)):
             bad = bytearray(layout.sealed)
             bad[chunk.address + chunk.nbytes - 1] ^= 0x80
             memory.put(bad)

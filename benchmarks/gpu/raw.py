@@ -90,7 +90,11 @@ class Job:
 
     def segments_by(self, name: str, blocks: int | None = None) -> None:
         """Queue ``sl_gcm_open``, ``sl_gcm_seal`` or ``sl_ctr`` over all segments, with a grid of at most ``blocks``."""
-        tables = [self._chunks.data_ptr(), self._work.data_ptr(), ctypes.c_uint32(self.segments)]
+        tables: list[int | ctypes.c_uint32] = [
+            self._chunks.data_ptr(),
+            self._work.data_ptr(),
+            ctypes.c_uint32(self.segments),
+        ]
         tables.append(self._schedules.data_ptr())
         if name != "sl_ctr":
             tables.append(self._partial.data_ptr())
@@ -111,7 +115,7 @@ class Job:
 
     def do(self, *steps: Callable[[], None]) -> float:
         """Queue steps and wait for them; seconds."""
-        return self.raw.bench.seconds(lambda: [step() for step in steps] and None)
+        return self.raw.bench.seconds(lambda: _all(steps))
 
     def seal(self) -> None:
         """Encrypt all chunks, and know their tags from then on."""
@@ -128,3 +132,8 @@ class Job:
         good = self._verdicts.cpu().view(torch.int32) == abi.VERIFIED
         if not bool(good.all()):
             raise MeasurementError(f"{int((~good).sum())} of {len(self.chunks)} chunks were rejected")
+
+
+def _all(steps: Sequence[Callable[[], None]]) -> None:
+    for step in steps:
+        step()

@@ -145,8 +145,9 @@ def facts(bench: str, folder: Path, environment: Mapping[str, str], seconds: flo
             timeout=seconds,
             check=False,
         )
-        return dict(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"the device did not answer within {seconds:.0f} s") from None
+    try:
+        return dict(json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError):
         raise RuntimeError(f"the device cannot be used: {done.stderr.strip()[-_TAIL:]}") from None
