@@ -69,6 +69,19 @@ def test_resolved_checkpoint_files():
         assert name in call[: call.index("\n        )")]
 
 
+def test_where_weights_go():
+    from transformers import core_model_loading, modeling_utils
+
+    assert parameters(core_model_loading.spawn_materialize)[:4] == ["thread_pool", "tensor", "device", "dtype"]
+    assert hasattr(core_model_loading.spawn_materialize, "_secure_loader")
+    assert hasattr(modeling_utils.check_and_set_device_map, "_secure_loader")
+    # The device map is known before files are looked for; each weight is asked for by way of spawn_materialize.
+    source = inspect.getsource(inspect.unwrap(transformers.PreTrainedModel.from_pretrained.__func__))
+    assert source.index("check_and_set_device_map(") < source.index("_get_resolved_checkpoint_files(")
+    loading = inspect.getsource(core_model_loading.convert_and_load_state_dict_in_model)
+    assert "spawn_materialize(\n                thread_pool,\n                tensor,\n                param_device," in loading
+
+
 def test_variant_names():
     from transformers.modeling_utils import _add_variant
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
