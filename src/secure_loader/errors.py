@@ -21,6 +21,9 @@
     │   └── AuthenticationError               a tag or digest of tensor bytes
     ├── PolicyDeniedError                 4
     ├── KeyAccessError                    5
+    │   ├── KeySourceUnreachableError         a key service that is down, or too slow
+    │   ├── KeySourceDeniedError              a key service that said no
+    │   └── KeySourceResponseError            a key service whose answer makes no sense
     ├── TensorNameError (KeyError)        2   a tensor name that the file or model does not hold
     ├── DeviceError                       1   a device or framework that is not there
     └── OutOfMemoryError (MemoryError)    1   the tensors do not fit
@@ -166,6 +169,18 @@ class KeyAccessError(SecureLoaderError):
     """The master key is missing, ambiguous, wrong, or kept carelessly."""
 
     exit_code = 5
+
+
+class KeySourceUnreachableError(KeyAccessError):
+    """A key service does not answer in time, is not who it should be, or is out of order. Trying later may help."""
+
+
+class KeySourceDeniedError(KeyAccessError):
+    """A key service answered that this caller may not have the key. Trying again does not help."""
+
+
+class KeySourceResponseError(KeyAccessError):
+    """A key service answered something that its protocol does not allow, or that is no key."""
 
 
 class DeviceError(SecureLoaderError):
