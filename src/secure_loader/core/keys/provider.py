@@ -24,7 +24,8 @@ from ..secrets import Secret, looks_like_key
 from .jwk import MasterKey
 
 ENTRY_POINTS = "secure_loader.key_providers"
-BUILT_IN = {"file": "FileProvider", "env": "EnvProvider"}
+# Scheme, then module and class in this package.
+BUILT_IN = {"file": "local:FileProvider", "env": "local:EnvProvider"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,9 @@ def provider(scheme: str) -> KeyProvider:
     """
     if scheme in BUILT_IN:
         # Not by entry point: no other package can take these over, and a vendored copy has no entry points.
-        return getattr(importlib.import_module(".local", __package__), BUILT_IN[scheme])()  # type: ignore[no-any-return]
+        module, _, name = BUILT_IN[scheme].partition(":")
+        built_in: KeyProvider = getattr(importlib.import_module(f".{module}", __package__), name)()
+        return built_in
     hits = list(entry_points(group=ENTRY_POINTS, name=scheme))
     if not hits:
         known = sorted({*BUILT_IN, *(e.name for e in entry_points(group=ENTRY_POINTS))})
