@@ -12,6 +12,7 @@ import pytest
 from benchmarks import cache
 from benchmarks.gpu import NAMES, environment, runner, stages
 from benchmarks.gpu.environment import NotReadyError
+from benchmarks.gpu.stage import LATE
 
 STAND_IN = "tests.integration.bench.gpu_stand_in"
 
@@ -93,6 +94,8 @@ def test_what_is_ours_breaks_the_run_and_what_is_others_is_a_result():
     entries = {"a": entry(ours=True, failure=None), "b": entry(ours=False, failure="not installed")}
     outcome = runner.Outcome(cases={"case": {"entries": entries}})
     assert runner.broken(outcome) == []
+    entries["late"] = entry(ours=True, failure=LATE)
+    assert runner.broken(outcome) == [], "left blank, and told, but nothing is wrong with it"
     entries["c"] = entry(ours=True, failure="gave other bytes")
     assert runner.broken(outcome) == ["case: it: gave other bytes"]
 
