@@ -1,18 +1,22 @@
-// What the host hands to the kernels, and what it gets back. core/device/abi.py packs the same bytes; tests compare the two.
+// What the host hands to the kernels, and what it gets back. core/device/abi.py packs the same bytes; tests compare the
+// two.
 //
-// A chunk is one AES-GCM message. A segment is SL_SEGMENT_BYTES of one chunk, the last one of a chunk may be shorter. One CTA
-// works on one segment at a time. No table depends on the length of a chunk.
+// A chunk is one AES-GCM message. A segment is SL_SEGMENT_BYTES of one chunk, the last one of a chunk may be shorter.
+// One CTA works on one segment at a time. No table depends on the length of a chunk.
 //
-// Every kernel takes SL_THREADS threads a CTA, no dynamic shared memory, one-dimensional grids:
-//   sl_expand_keys(const SlKey *keys, SlSchedule *schedules, u32 nkeys)                                      grid = nkeys
-//   sl_gcm_open   (const SlChunk *chunks, const SlWork *work, u32 nwork, const SlSchedule *schedules, uint4 *partial)  any grid
-//   sl_gcm_seal   (the same)                                                                                 any grid
-//   sl_ctr        (const SlChunk *chunks, const SlWork *work, u32 nwork, const SlSchedule *schedules)        any grid
-//   sl_gcm_finish (const SlChunk *chunks, u32 nchunks, const SlSchedule *schedules, const uint4 *partial, u32 *verdicts)
-//                                                                                                            grid = nchunks
-//   sl_gcm_tag    (const SlChunk *chunks, u32 nchunks, const SlSchedule *schedules, const uint4 *partial, uint4 *tags)
-//                                                                                                            grid = nchunks
-// Secret, to be overwritten by the host behind the last use: keys, schedules, AND partial: a GHASH value beside the
+// Every kernel takes SL_THREADS threads a CTA, no dynamic shared memory, and a grid of one dimension:
+//   sl_expand_keys(const SlKey *keys, SlSchedule *schedules, u32 nkeys)                a CTA for each key
+//   sl_gcm_open(const SlChunk *chunks, const SlWork *work, u32 nwork,
+//               const SlSchedule *schedules, uint4 *partial)                           any grid
+//   sl_gcm_seal(the same)                                                              any grid
+//   sl_ctr(const SlChunk *chunks, const SlWork *work, u32 nwork,
+//          const SlSchedule *schedules)                                                any grid
+//   sl_gcm_finish(const SlChunk *chunks, u32 nchunks, const SlSchedule *schedules,
+//                 const uint4 *partial, u32 *verdicts)                                 a CTA for each chunk
+//   sl_gcm_tag(const SlChunk *chunks, u32 nchunks, const SlSchedule *schedules,
+//              const uint4 *partial, uint4 *tags)                                      a CTA for each chunk
+//
+// Secret, to be overwritten by the host behind the last use: keys, schedules, AND partial. A GHASH value beside the
 // ciphertext that it was taken of gives an attacker H, and with H he forges tags.
 #pragma once
 #include "platform.cuh"

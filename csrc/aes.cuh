@@ -16,8 +16,8 @@ static __device__ __forceinline__ void sl_sub_shift(u32 a[4][8]) {
   }
 }
 
-// A whole round. MixColumns: row r becomes 2 a[r] + 3 a[r+1] + a[r+2] + a[r+3] = 2 (a[r] + a[r+1]) + a[r+1] + (a[r+2] + a[r+3]).
-// Twice a byte is a shift by one bit; what falls out at the top, bit 7, comes back as x^4 + x^3 + x + 1.
+// A whole round. MixColumns: row r becomes 2 a[r] + 3 a[r+1] + a[r+2] + a[r+3] = 2 (a[r] + a[r+1]) + a[r+1] + (a[r+2] +
+// a[r+3]). Twice a byte is a shift by one bit; what falls out at the top, bit 7, comes back as x^4 + x^3 + x + 1.
 static __device__ __forceinline__ void sl_round(u32 a[4][8], const u32 *key) {
   sl_sub_shift(a);
   u32 t[4][8], n[4][8];
@@ -40,8 +40,10 @@ static __device__ __forceinline__ void sl_round(u32 a[4][8], const u32 *key) {
 }
 
 // The key stream of 8 blocks whose counters are `step` apart: words[c][k] = word c of block k.
-// round_keys[0] has the nonce in it already (sl_stage_keys); it and the others are read at addresses that depend on the round alone.
-static __device__ __forceinline__ void sl_keystream(const u32 (*round_keys)[32], u32 rounds, u32 counter, u32 step, u32 words[4][8]) {
+// round_keys[0] has the nonce in it already (sl_stage_keys); it and the others are read at addresses that depend on the
+// round alone.
+static __device__ __forceinline__ void sl_keystream(
+    const u32 (*round_keys)[32], u32 rounds, u32 counter, u32 step, u32 words[4][8]) {
   u32 a[4][8];
 #pragma unroll
   for (int i = 0; i < 32; ++i) a[i >> 3][i & 7] = round_keys[0][i];
@@ -54,7 +56,8 @@ static __device__ __forceinline__ void sl_keystream(const u32 (*round_keys)[32],
   sl_unslice(a, words);
 }
 
-// Bring a schedule to shared memory, with a nonce in its first round key. The whole CTA takes part; barriers are the caller's.
+// Bring a schedule to shared memory, with a nonce in its first round key. The whole CTA takes part; barriers are the
+// caller's.
 static __device__ __forceinline__ void sl_stage_keys(u32 (*to)[32], const SlSchedule &schedule, const u32 nonce[3]) {
   const u32 *from = schedule.round_keys[0];
 #pragma unroll 1

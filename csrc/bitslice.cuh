@@ -1,8 +1,9 @@
 // 8 blocks in 32 registers, and back.
 //
 // state[row][bit]: the AES state has 4 rows and 4 columns of bytes. One register holds one bit of all bytes of one row:
-// its byte c belongs to column c, and in that byte bit k belongs to block k. So the S-box works on the 8 registers of a row,
-// ShiftRows rotates registers by whole bytes, MixColumns combines registers, and no thread needs anything of another.
+// its byte c belongs to column c, and in that byte bit k belongs to block k. So the S-box works on the 8 registers of a
+// row, ShiftRows rotates registers by whole bytes, MixColumns combines registers, and no thread needs anything of
+// another.
 #pragma once
 #include "platform.cuh"
 
@@ -16,9 +17,12 @@ static __device__ __forceinline__ void sl_swap(u32 &a, u32 &b) {
 
 // Afterwards bit k of each byte of w[j] is what was bit j of the same byte of w[k]. Its own inverse.
 static __device__ __forceinline__ void sl_transpose(u32 w[8]) {
-  sl_swap<1, 0x55555555u>(w[0], w[1]); sl_swap<1, 0x55555555u>(w[2], w[3]); sl_swap<1, 0x55555555u>(w[4], w[5]); sl_swap<1, 0x55555555u>(w[6], w[7]);
-  sl_swap<2, 0x33333333u>(w[0], w[2]); sl_swap<2, 0x33333333u>(w[1], w[3]); sl_swap<2, 0x33333333u>(w[4], w[6]); sl_swap<2, 0x33333333u>(w[5], w[7]);
-  sl_swap<4, 0x0f0f0f0fu>(w[0], w[4]); sl_swap<4, 0x0f0f0f0fu>(w[1], w[5]); sl_swap<4, 0x0f0f0f0fu>(w[2], w[6]); sl_swap<4, 0x0f0f0f0fu>(w[3], w[7]);
+  sl_swap<1, 0x55555555u>(w[0], w[1]); sl_swap<1, 0x55555555u>(w[2], w[3]);
+  sl_swap<1, 0x55555555u>(w[4], w[5]); sl_swap<1, 0x55555555u>(w[6], w[7]);
+  sl_swap<2, 0x33333333u>(w[0], w[2]); sl_swap<2, 0x33333333u>(w[1], w[3]);
+  sl_swap<2, 0x33333333u>(w[4], w[6]); sl_swap<2, 0x33333333u>(w[5], w[7]);
+  sl_swap<4, 0x0f0f0f0fu>(w[0], w[4]); sl_swap<4, 0x0f0f0f0fu>(w[1], w[5]);
+  sl_swap<4, 0x0f0f0f0fu>(w[2], w[6]); sl_swap<4, 0x0f0f0f0fu>(w[3], w[7]);
 }
 
 // The register of one row and bit (slice = 8 * row + bit) for `columns` columns that are the same in all 8 blocks.
@@ -38,15 +42,18 @@ static __device__ __forceinline__ void sl_add_counters(u32 state[4][8], u32 coun
 #pragma unroll
   for (int row = 0; row < 4; ++row)
 #pragma unroll
-    for (int bit = 0; bit < 8; ++bit) state[row][bit] ^= __byte_perm(t[bit], 0, ((3 - row) << 12) | 0x444);  // byte 3 - row, moved to 3
+    for (int bit = 0; bit < 8; ++bit)  // byte 3 - row, moved to 3
+      state[row][bit] ^= __byte_perm(t[bit], 0, ((3 - row) << 12) | 0x444);
 }
 
 // words[c][k] = word c of block k, as it lies in memory.
 static __device__ __forceinline__ void sl_unslice(const u32 state[4][8], u32 words[4][8]) {
 #pragma unroll
   for (int bit = 0; bit < 8; ++bit) {  // from (row; byte = column) to (column; byte = row)
-    const u32 a = __byte_perm(state[0][bit], state[1][bit], 0x5140), b = __byte_perm(state[0][bit], state[1][bit], 0x7362);
-    const u32 c = __byte_perm(state[2][bit], state[3][bit], 0x5140), d = __byte_perm(state[2][bit], state[3][bit], 0x7362);
+    const u32 a = __byte_perm(state[0][bit], state[1][bit], 0x5140);
+    const u32 b = __byte_perm(state[0][bit], state[1][bit], 0x7362);
+    const u32 c = __byte_perm(state[2][bit], state[3][bit], 0x5140);
+    const u32 d = __byte_perm(state[2][bit], state[3][bit], 0x7362);
     words[0][bit] = __byte_perm(a, c, 0x5410);
     words[1][bit] = __byte_perm(a, c, 0x7632);
     words[2][bit] = __byte_perm(b, d, 0x5410);

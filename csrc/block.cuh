@@ -1,7 +1,7 @@
 // A block of a chunk, at any address, and a chunk's last block, which may be short.
 //
-// Only the bytes of the block itself are read and written, whatever their alignment: the words around an unaligned block belong to other
-// threads, which change them at the same time.
+// Only the bytes of the block itself are read and written, whatever their alignment: the words around an unaligned
+// block belong to other threads, which change them at the same time.
 #pragma once
 #include "platform.cuh"
 
@@ -16,7 +16,8 @@ static __device__ __forceinline__ u32 sl_load_word(const u8 *p) {
 }
 
 static __device__ __forceinline__ void sl_store_word(u8 *p, u32 word) {
-  sl_write1(p, word & 0xffu); sl_write1(p + 1, word >> 8 & 0xffu); sl_write1(p + 2, word >> 16 & 0xffu); sl_write1(p + 3, word >> 24);
+  sl_write1(p, word & 0xffu); sl_write1(p + 1, word >> 8 & 0xffu);
+  sl_write1(p + 2, word >> 16 & 0xffu); sl_write1(p + 3, word >> 24);
 }
 
 static __device__ __forceinline__ uint4 sl_load_block(const u8 *p, u32 alignment) {
@@ -41,7 +42,8 @@ static __device__ __forceinline__ void sl_store_block(u8 *p, uint4 v, u32 alignm
   }
 }
 
-// The short one, zeros behind it, by way of a place in shared memory that is this thread's alone: registers cannot be indexed.
+// The short one, zeros behind it, by way of a place in shared memory that is this thread's alone: registers cannot be
+// indexed.
 static __device__ __forceinline__ uint4 sl_load_short(const u8 *p, u32 nbytes, uint4 *place) {
   u8 *bytes = (u8 *)place;
 #pragma unroll 1

@@ -3,8 +3,8 @@
 #include "abi.cuh"
 #include "gf128.cuh"
 
-// The sum over the CTA, in thread 0; nothing of use in the others. `sums` has a place for every warp. The caller sees to it that
-// nobody reads `sums` any more from the last time.
+// The sum over the CTA, in thread 0; nothing of use in the others. `sums` has a place for every warp. The caller sees
+// to it that nobody reads `sums` any more from the last time.
 static __device__ __forceinline__ SlGf sl_cta_sum(SlGf a, uint4 *sums) {
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -17,8 +17,8 @@ static __device__ __forceinline__ SlGf sl_cta_sum(SlGf a, uint4 *sums) {
   return a;
 }
 
-// Overwrite shared memory at the end of a kernel. The barrier: some thread may still be reading. `volatile`: nobody reads it again, so
-// that a compiler might leave the stores out.
+// Overwrite shared memory at the end of a kernel. The barrier: some thread may still be reading. `volatile`: nobody
+// reads it again, so that a compiler might leave the stores out.
 template <class Shared>
 static __device__ __forceinline__ void sl_wipe(Shared &shared) {
   __syncthreads();

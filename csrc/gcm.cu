@@ -35,7 +35,8 @@ sl_gcm_finish(const SlChunk *chunks, u32 nchunks, const SlSchedule *schedules, c
   const SlChunk &chunk = chunks[blockIdx.x];
   const uint4 tag = sl_chunk_tag(chunk, schedules[chunk.key], partial, shared);
   if (threadIdx.x == 0) {  // all 16 bytes are looked at, however early they differ
-    const u32 differ = (tag.x ^ chunk.tag[0]) | (tag.y ^ chunk.tag[1]) | (tag.z ^ chunk.tag[2]) | (tag.w ^ chunk.tag[3]);
+    const u32 differ =
+        (tag.x ^ chunk.tag[0]) | (tag.y ^ chunk.tag[1]) | (tag.z ^ chunk.tag[2]) | (tag.w ^ chunk.tag[3]);
     verdicts[blockIdx.x] = differ == 0 ? SL_VERIFIED : SL_REJECTED;
   }
   sl_wipe(shared);

@@ -1,14 +1,18 @@
-// The field of GHASH, GF(2^128) modulo x^128 + x^7 + x^2 + x + 1, by integer multiplication: no table, no secret address.
+// The field of GHASH, GF(2^128) modulo x^128 + x^7 + x^2 + x + 1, by integer multiplication: no table, no secret
+// address.
 //
-// Order. In GCM the first bit of a block, the top bit of byte 0, is the coefficient of x^0. Read as one 128-bit integer, big-endian,
-// bit 127 - i is the coefficient of x^i. w[3] holds bytes 0..3 (the top of the integer), w[0] bytes 12..15.
+// Order. In GCM the first bit of a block, the top bit of byte 0, is the coefficient of x^0. Read as one 128-bit
+// integer, big-endian, bit 127 - i is the coefficient of x^i. w[3] holds bytes 0..3 (the top of the integer), w[0]
+// bytes 12..15.
 //
-// Product. A carry-less product of two such integers has 255 bits; bit 254 - k is the coefficient of x^k. Read as if it had 256 bits
-// in the same order (bit 255 - k for x^k), it is x times what it should be. So the second factor is kept divided by x ("prepared"),
-// and nothing has to be shifted. Prepared factors multiply to prepared products: (a / x) times prepared b is (ab / x).
+// Product. A carry-less product of two such integers has 255 bits; bit 254 - k is the coefficient of x^k. Read as if it
+// had 256 bits in the same order (bit 255 - k for x^k), it is x times what it should be. So the second factor is kept
+// divided by x ("prepared"), and nothing has to be shifted. Prepared factors multiply to prepared products: (a / x)
+// times prepared b is (ab / x).
 //
-// Reduction. Bit p < 128 of the product is x^(255 - p) = x^128 x^(127 - p) = (1 + x + x^2 + x^7) x^(127 - p): it is added at
-// p + 128, and 1, 2 and 7 places below that. What falls below bit 128 is folded with the next word, so words go from the lowest up.
+// Reduction. Bit p < 128 of the product is x^(255 - p) = x^128 x^(127 - p) = (1 + x + x^2 + x^7) x^(127 - p): it is
+// added at p + 128, and 1, 2 and 7 places below that. What falls below bit 128 is folded with the next word, so words
+// go from the lowest up.
 #pragma once
 #include "platform.cuh"
 
@@ -56,8 +60,9 @@ static __device__ __forceinline__ SlGf sl_gf_add(SlGf a, SlGf b) {
   return r;
 }
 
-// Carry-less 32 x 32 -> 64. With every fourth bit alone, at most 8 products meet in one place, so that the sum stays in the four
-// bits up to the next place, and its lowest bit is their parity. Integer multiplies take the same time for all operands.
+// Carry-less 32 x 32 -> 64. With every fourth bit alone, at most 8 products meet in one place, so that the sum stays in
+// the four bits up to the next place, and its lowest bit is their parity. Integer multiplies take the same time for all
+// operands.
 static __device__ __forceinline__ u64 sl_carryless(u32 x, u32 y) {
   const u64 x0 = x & 0x11111111u, x1 = x & 0x22222222u, x2 = x & 0x44444444u, x3 = x & 0x88888888u;
   const u64 y0 = y & 0x11111111u, y1 = y & 0x22222222u, y2 = y & 0x44444444u, y3 = y & 0x88888888u;
@@ -98,7 +103,7 @@ static __device__ __forceinline__ SlGf sl_gf_mul(SlGf a, SlGf b) {
 }
 
 // The same where speed does not matter but the size of the program does.
-static __device__ __noinline__ SlGf sl_gf_mul_shared(SlGf a, SlGf b) { return sl_gf_mul(a, b); }
+static __device__ __noinline__ SlGf sl_gf_mul_called(SlGf a, SlGf b) { return sl_gf_mul(a, b); }
 
 // a / x. 1 / x = x^127 + x^6 + x + 1, which comes in where a has a coefficient of x^0.
 static __device__ __forceinline__ SlGf sl_gf_prepare(SlGf a) {
@@ -117,8 +122,8 @@ static __device__ __forceinline__ SlGf sl_gf_power(SlGf base, u32 exponent) {
   r.w[0] = 1; r.w[1] = r.w[2] = 0; r.w[3] = 0xc2000000u;  // 1, prepared
 #pragma unroll 1
   for (; exponent; exponent >>= 1) {
-    if (exponent & 1u) r = sl_gf_mul_shared(r, base);
-    base = sl_gf_mul_shared(base, base);
+    if (exponent & 1u) r = sl_gf_mul_called(r, base);
+    base = sl_gf_mul_called(base, base);
   }
   return r;
 }

@@ -22,7 +22,8 @@ static __device__ __forceinline__ u32 sl_sub_word(u32 word) {
   return out;
 }
 
-// FIPS 197, 5.2, by one thread: each word needs the one before it. `size` is 4 or 8 words; it decides which way the program goes, key bytes do not.
+// FIPS 197, 5.2, by one thread: each word needs the one before it. `size` is 4 or 8 words; it decides which way the
+// program goes, key bytes do not.
 static __device__ __forceinline__ void sl_expand_words(const SlKey &key, u32 size, u32 rounds, u32 *words) {
 #pragma unroll 1
   for (u32 i = 0; i < size; ++i) words[i] = key.words[i];
@@ -65,7 +66,10 @@ static __device__ __forceinline__ void sl_expand_key(const SlKey &key, SlSchedul
   }
   for (u32 known = 1; known < SL_THREADS; known *= 2) {  // the known powers times the highest of them: twice as many
     __syncthreads();
-    if (tid < known) shared.power[known + tid] = sl_gf_words(sl_gf_mul_shared(sl_gf(shared.power[known - 1]), sl_gf(shared.power[tid])));
+    if (tid < known) {
+      const SlGf power = sl_gf_mul_called(sl_gf(shared.power[known - 1]), sl_gf(shared.power[tid]));
+      shared.power[known + tid] = sl_gf_words(power);
+    }
   }
   __syncthreads();
   schedule.power[tid] = shared.power[tid];

@@ -1,15 +1,17 @@
 // The AES S-box as a circuit of bit operations: no table, so no address that depends on a secret.
 //
-// Joan Boyar and Rene Peralta, "A depth-16 circuit for the AES S-box", IACR ePrint 2011/332 (115 gates with the final NOTs),
-// mapped to the 77 three-input gates below by ABC (Berkeley, `if -K 3` and restructuring). One gate is one LOP3 instruction:
-// sl_lop3<table>(a, b, c) gives bit (a << 2 | b << 1 | c) of the table, for each of the 32 bits on its own.
-// tests/unit/device/test_sbox.py runs all 256 inputs through this text, and against the S-box computed from its definition.
+// Joan Boyar and Rene Peralta, "A depth-16 circuit for the AES S-box", IACR ePrint 2011/332 (115 gates with the final
+// NOTs), mapped to the 77 three-input gates below by ABC (Berkeley, `if -K 3` and restructuring). One gate is one LOP3
+// instruction: sl_lop3<table>(a, b, c) gives bit (a << 2 | b << 1 | c) of the table, for each of the 32 bits on its
+// own. tests/unit/device/test_sbox.py runs all 256 inputs through this text, and against the S-box computed from its
+// definition.
 #pragma once
 #include "platform.cuh"
 
 // 32 S-boxes at once: a[i] holds bit i (0 = the lowest) of each of the 32 bytes.
 static __device__ __forceinline__ void sl_sbox(u32 a[8]) {
-  const u32 x0 = a[7], x1 = a[6], x2 = a[5], x3 = a[4], x4 = a[3], x5 = a[2], x6 = a[1], x7 = a[0];  // the paper counts from the top
+  // The paper counts from the top.
+  const u32 x0 = a[7], x1 = a[6], x2 = a[5], x3 = a[4], x4 = a[3], x5 = a[2], x6 = a[1], x7 = a[0];
   const u32 t0 = sl_lop3<0xc3>(x3, x5, 0u);
   const u32 t1 = sl_lop3<0x69>(t0, x0, x6);
   const u32 t2 = sl_lop3<0x96>(t1, x1, x4);

@@ -1,9 +1,9 @@
 // One pass over the segments of many chunks: decrypt and hash, encrypt and hash, or decrypt alone.
 //
-// Thread t takes blocks t, t + T, t + 2T, ... of a segment, T = SL_THREADS: neighbours read neighbouring blocks. 8 of them make a tile, for
-// which it prepares the key stream in one go. Its part of the hash is Horner's scheme with H^T, but for its last block, which counts the
-// power of H that is due to it. So a segment's sum is what GHASH would make of the segment alone, wherever it lies in its chunk; the last
-// block counts H^1. finish.cuh puts the segments together.
+// Thread t takes blocks t, t + T, t + 2T, ... of a segment, T = SL_THREADS: neighbours read neighbouring blocks. 8 of
+// them make a tile, for which it prepares the key stream in one go. Its part of the hash is Horner's scheme with H^T,
+// but for its last block, which counts the power of H that is due to it. So a segment's sum is what GHASH would make of
+// the segment alone, wherever it lies in its chunk; the last block counts H^1. finish.cuh puts the segments together.
 //
 // A block is read once: the register that is hashed is the one that is decrypted, nothing can change between the two.
 #pragma once
@@ -62,7 +62,8 @@ static __device__ __forceinline__ void sl_segments(
         const u32 offset = 16 * block, length = nbytes - offset;  // of this block and all behind it
         uint4 *place = &shared.stream[k][tid];
         const uint4 stream = *place;
-        const uint4 before = length >= 16 ? sl_load_block(in + offset, alignment) : sl_load_short(in + offset, length, place);
+        const uint4 before =
+            length >= 16 ? sl_load_block(in + offset, alignment) : sl_load_short(in + offset, length, place);
         const uint4 after = sl_xor(before, stream);
         if (mode == SL_OPEN) hash = sl_gf_add(hash, sl_gf_of_block(before));
         if (mode == SL_SEAL) hash = sl_gf_add(hash, sl_gf_of_block(length >= 16 ? after : sl_cut(after, length)));

@@ -1,9 +1,9 @@
 // Enough of CUDA to run the kernels on a CPU, for tests: one fiber for each thread of a CTA, one CTA after the other.
 //
-// It is stricter than a GPU. A fiber runs until it has to wait, so that threads are as far apart as barriers allow, in an order that the
-// caller chooses; a barrier that only some threads reach, or a shuffle that only some lanes of a warp reach, is an error. Chunks are read
-// and written through sl_read* and sl_write*, which check alignment and every byte against the chunks of the launch. Shared memory starts
-// out poisoned, and has to be all zeros when its CTA has ended.
+// It is stricter than a GPU. A fiber runs until it has to wait, so that threads are as far apart as barriers allow, in
+// an order that the caller chooses; a barrier that only some threads reach, or a shuffle that only some lanes of a warp
+// reach, is an error. Chunks are read and written through sl_read* and sl_write*, which check alignment and every byte
+// against the chunks of the launch. Shared memory starts out poisoned, and has to be all zeros when its CTA has ended.
 #pragma once
 #define SL_SHIM 1
 #include <ucontext.h>
@@ -167,7 +167,8 @@ struct SlShim {
   void check(const std::vector<SlRange> &ranges, const void *p, u32 size, const char *what) {
     const u64 at = reinterpret_cast<u64>(p);
     if (at % size) fail("unaligned access", at);
-    auto after = std::upper_bound(ranges.begin(), ranges.end(), at, [](u64 a, const SlRange &r) { return a < r.begin; });
+    auto before = [](u64 a, const SlRange &r) { return a < r.begin; };
+    auto after = std::upper_bound(ranges.begin(), ranges.end(), at, before);
     if (after == ranges.begin() || at + size > std::prev(after)->end) fail(what, at);
   }
 

@@ -43,13 +43,17 @@ const char *shim_expand_keys(const SlKey *keys, SlSchedule *schedules, u32 nkeys
   return result(sl_shim.launch(grid, order, [&] { sl_expand_keys(keys, schedules, nkeys); }));
 }
 
-const char *shim_open(const SlChunk *chunks, const SlWork *work, u32 nwork, const SlSchedule *schedules, uint4 *partial, u32 grid, int order) {
+const char *shim_open(
+    const SlChunk *chunks, const SlWork *work, u32 nwork, const SlSchedule *schedules, uint4 *partial,
+    u32 grid, int order) {
   std::lock_guard<std::mutex> lock(busy);
   allow(chunks, work, nwork);
   return result(sl_shim.launch(grid, order, [&] { sl_gcm_open(chunks, work, nwork, schedules, partial); }));
 }
 
-const char *shim_seal(const SlChunk *chunks, const SlWork *work, u32 nwork, const SlSchedule *schedules, uint4 *partial, u32 grid, int order) {
+const char *shim_seal(
+    const SlChunk *chunks, const SlWork *work, u32 nwork, const SlSchedule *schedules, uint4 *partial,
+    u32 grid, int order) {
   std::lock_guard<std::mutex> lock(busy);
   allow(chunks, work, nwork);
   return result(sl_shim.launch(grid, order, [&] { sl_gcm_seal(chunks, work, nwork, schedules, partial); }));
@@ -61,13 +65,17 @@ const char *shim_ctr(const SlChunk *chunks, const SlWork *work, u32 nwork, const
   return result(sl_shim.launch(grid, order, [&] { sl_ctr(chunks, work, nwork, schedules); }));
 }
 
-const char *shim_finish(const SlChunk *chunks, u32 nchunks, const SlSchedule *schedules, const uint4 *partial, u32 *verdicts, u32 grid, int order) {
+const char *shim_finish(
+    const SlChunk *chunks, u32 nchunks, const SlSchedule *schedules, const uint4 *partial, u32 *verdicts,
+    u32 grid, int order) {
   std::lock_guard<std::mutex> lock(busy);
   allow_aad(chunks, nchunks);
   return result(sl_shim.launch(grid, order, [&] { sl_gcm_finish(chunks, nchunks, schedules, partial, verdicts); }));
 }
 
-const char *shim_tag(const SlChunk *chunks, u32 nchunks, const SlSchedule *schedules, const uint4 *partial, uint4 *tags, u32 grid, int order) {
+const char *shim_tag(
+    const SlChunk *chunks, u32 nchunks, const SlSchedule *schedules, const uint4 *partial, uint4 *tags,
+    u32 grid, int order) {
   std::lock_guard<std::mutex> lock(busy);
   allow_aad(chunks, nchunks);
   return result(sl_shim.launch(grid, order, [&] { sl_gcm_tag(chunks, nchunks, schedules, partial, tags); }));
@@ -75,11 +83,15 @@ const char *shim_tag(const SlChunk *chunks, u32 nchunks, const SlSchedule *sched
 
 // Sizes and constants, in the order of tests/unit/device/test_abi.py.
 void shim_layout(u32 *out) {
-  const u32 values[] = {SL_THREADS, SL_SEGMENT_BYTES, sizeof(SlKey), sizeof(SlSchedule), sizeof(SlChunk), sizeof(SlWork), sizeof(uint4),
-                        SL_VERIFIED, SL_REJECTED,
+  const u32 values[] = {SL_THREADS, SL_SEGMENT_BYTES, sizeof(SlKey), sizeof(SlSchedule), sizeof(SlChunk), sizeof(SlWork),
+                        sizeof(uint4), SL_VERIFIED, SL_REJECTED,
                         offsetof(SlKey, words), offsetof(SlKey, nbytes),
-                        offsetof(SlChunk, in), offsetof(SlChunk, out), offsetof(SlChunk, nbytes), offsetof(SlChunk, aad), offsetof(SlChunk, tag),
-                        offsetof(SlChunk, nonce), offsetof(SlChunk, aad_nbytes), offsetof(SlChunk, key), offsetof(SlChunk, first_segment),
+                        offsetof(SlChunk, in), offsetof(SlChunk, out), offsetof(SlChunk, nbytes),
+                        offsetof(SlChunk, aad),
+                        offsetof(SlChunk, tag),
+                        offsetof(SlChunk, nonce), offsetof(SlChunk, aad_nbytes),
+                        offsetof(SlChunk, key),
+                        offsetof(SlChunk, first_segment),
                         offsetof(SlWork, chunk), offsetof(SlWork, segment)};
   memcpy(out, values, sizeof values);
 }

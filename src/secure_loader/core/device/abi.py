@@ -104,11 +104,15 @@ def pack_chunks(chunks: Sequence[Chunk], *, aad: int = 0, sources: Sequence[int]
 
 def pack_work(chunks: Sequence[Chunk]) -> bytes:
     """``SlWork`` for every segment of every chunk, in order: as many as there are partial sums."""
-    counts = [-(-chunk.nbytes // SEGMENT_BYTES) for chunk in chunks]
-    work = array("I", bytes(WORK_BYTES * sum(counts)))
-    start = 0
-    for index, count in enumerate(counts):
-        work[2 * start : 2 * (start + count) : 2] = array("I", (index,)) * count
-        work[2 * start + 1 : 2 * (start + count) : 2] = array("I", range(count))
-        start += count
+    work = array("I")
+    for index, chunk in enumerate(chunks):
+        if 0 < chunk.nbytes <= SEGMENT_BYTES:  # most of them
+            work.append(index)
+            work.append(0)
+        else:
+            count = segments(chunk.nbytes)
+            pairs = array("I", bytes(WORK_BYTES * count))
+            pairs[::2] = array("I", (index,)) * count
+            pairs[1::2] = array("I", range(count))
+            work.extend(pairs)
     return work.tobytes()
