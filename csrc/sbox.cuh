@@ -1,10 +1,10 @@
 // The AES S-box as a circuit of bit operations: no table, so no address that depends on a secret.
 //
-// Joan Boyar and Rene Peralta, "A depth-16 circuit for the AES S-box", IACR ePrint 2011/332 (115 gates with the final
-// NOTs), mapped to the 77 three-input gates below by ABC (Berkeley, `if -K 3` and restructuring). One gate is one LOP3
-// instruction: sl_lop3<table>(a, b, c) gives bit (a << 2 | b << 1 | c) of the table, for each of the 32 bits on its
-// own. tests/unit/device/test_sbox.py runs all 256 inputs through this text, and against the S-box computed from its
-// definition.
+// Joan Boyar and Rene Peralta, "A new combinational logic minimization technique with applications to cryptology", IACR
+// ePrint 2009/191: 115 gates of two inputs, here mapped by logic synthesis to 77 gates of up to three. One gate is one
+// LOP3 instruction: sl_lop3<table>(a, b, c) gives bit (a << 2 | b << 1 | c) of the table, for each of the 32 bits on its
+// own. tests/unit/device/test_sbox.py runs all 256 inputs through this text, and compares them with the S-box computed
+// from its definition.
 #pragma once
 #include "platform.cuh"
 

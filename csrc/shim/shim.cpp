@@ -59,7 +59,8 @@ const char *shim_seal(
   return result(sl_shim.launch(grid, order, [&] { sl_gcm_seal(chunks, work, nwork, schedules, partial); }));
 }
 
-const char *shim_ctr(const SlChunk *chunks, const SlWork *work, u32 nwork, const SlSchedule *schedules, u32 grid, int order) {
+const char *shim_ctr(const SlChunk *chunks, const SlWork *work, u32 nwork, const SlSchedule *schedules,
+                     u32 grid, int order) {
   std::lock_guard<std::mutex> lock(busy);
   allow(chunks, work, nwork);
   return result(sl_shim.launch(grid, order, [&] { sl_ctr(chunks, work, nwork, schedules); }));
@@ -83,8 +84,8 @@ const char *shim_tag(
 
 // Sizes and constants, in the order of tests/unit/device/test_abi.py.
 void shim_layout(u32 *out) {
-  const u32 values[] = {SL_THREADS, SL_SEGMENT_BYTES, sizeof(SlKey), sizeof(SlSchedule), sizeof(SlChunk), sizeof(SlWork),
-                        sizeof(uint4), SL_VERIFIED, SL_REJECTED,
+  const u32 values[] = {SL_THREADS, SL_SEGMENT_BYTES, sizeof(SlKey), sizeof(SlSchedule), sizeof(SlChunk),
+                        sizeof(SlWork), sizeof(uint4), SL_VERIFIED, SL_REJECTED,
                         offsetof(SlKey, words), offsetof(SlKey, nbytes),
                         offsetof(SlChunk, in), offsetof(SlChunk, out), offsetof(SlChunk, nbytes),
                         offsetof(SlChunk, aad),
