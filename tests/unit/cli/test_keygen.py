@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import fcntl
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -197,6 +199,21 @@ def test_one_of_many_at_once_wins(command, home):
     assert sorted(r.code for r in results) == [0, 7, 7, 7]
     assert [r.json["key_id"] for r in results if r.code == 0] == [read_keys(home / "keys" / "alice.enc.jwk")[0].kid]
     assert len(read_keys(home / "keys")) == 2
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(home):
+    """A copy of the descriptor holds the same lock: closing ours alone would leave it to the child."""
+    with generate._locked_folder():
+        [fd] = [int(p.name) for p in Path("/proc/self/fd").iterdir() if os.path.realpath(p) == str(home / "keys")]
+        child = subprocess.Popen(["sleep", "60"], pass_fds=[fd])
+    other = os.open(home / "keys", os.O_RDONLY)
+    try:
+        assert child.poll() is None
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(other)
+        child.kill()
+        child.wait()
 
 
 def test_an_interrupted_write_leaves_no_key_behind(cli, home, monkeypatch):

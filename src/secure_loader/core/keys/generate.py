@@ -134,7 +134,11 @@ def _locked_folder() -> Iterator[None]:
                 hint=f"chmod 700 {folder}",
             )
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            # Closing is not enough: a process that was forked meanwhile holds the same lock through its copy.
+            fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
 
