@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .core.home import home
+from .core.home import home, refuse_foreign
 from .core.secrets import looks_like_key
 from .errors import ConfigError
 
@@ -127,7 +127,7 @@ def load(options: Mapping[str, Any] | None = None) -> LoaderConfig:
         options: Explicit settings, which win over the environment, which wins over the TOML file.
 
     Raises:
-        ConfigError: An unknown name or a wrong value, anywhere.
+        ConfigError: An unknown name or a wrong value, anywhere, or a TOML file that others could have written.
     """
     config = LoaderConfig().replace(_from_toml()).replace(_from_environment())
     return config.replace(options or {})
@@ -171,7 +171,11 @@ def _from_toml() -> dict[str, Any]:
         return {}
     try:
         with open(path, "rb") as f:
+            # It says where keys come from and whom to trust: who writes it decides what is loaded.
+            refuse_foreign(os.fstat(f.fileno()), path, "configuration file")
             doc = tomllib.load(f)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as e:  # bytes that are no UTF-8 are no TOMLDecodeError
         raise ConfigError(f"cannot be read: {e}", path=path) from None
     unknown = sorted(set(doc) - {"loader"})

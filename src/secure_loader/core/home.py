@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -61,6 +62,16 @@ def default_key_sources() -> list[str]:
     if keys_dir().is_dir():
         sources.append(str(keys_dir()))
     return sources
+
+
+def refuse_foreign(info: os.stat_result, path: Path, what: str) -> None:
+    """Refuse a file that decides whom or what to believe, where others could have written it.
+
+    Raises:
+        ConfigError: It belongs to neither this user nor root, or its group or everybody may write it.
+    """
+    if info.st_uid not in (0, os.geteuid()) or stat.S_IMODE(info.st_mode) & 0o022:
+        raise ConfigError(f"{what} could have been written by others", path=path, hint=f"chmod go-w {path}")
 
 
 def private_folder(path: Path) -> Path:

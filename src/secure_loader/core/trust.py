@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime as dt
 import fnmatch
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from ..errors import (
 from . import strict_json
 from .envelope import SIGNATURE, Envelope, metadata
 from .header import LENGTH, Header, canonical_json, file_prefix
+from .home import refuse_foreign
 from .keys.jwk import VerifyKey, parse_key
 from .source import read_small_file
 
@@ -216,8 +216,7 @@ def _check_ours(path: Path, what: str) -> None:
         raise MissingFileError(f"no such {what}", path=path) from None
     except (OSError, ValueError) as e:
         raise SourceError(f"{what} cannot be read: {e}", path=path) from None
-    if info.st_uid not in (0, os.geteuid()) or stat.S_IMODE(info.st_mode) & 0o022:
-        raise ConfigError(f"{what} could have been written by others", path=path, hint=f"chmod go-w {path}")
+    refuse_foreign(info, path, what)
 
 
 def parse_trusted(doc: Any, name: str) -> TrustedSigner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,32 @@ def test_another_toml_file(tmp_path, monkeypatch):
         load()
     path.write_text("[loader]\nthreads = 5\n")
     assert load().threads == 5
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666, 0o622])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_toml_file_that_others_may_write_decides_nothing(toml, tmp_path, monkeypatch, mode, named):
+    path = toml("[loader]\nthreads = 5\n")
+    if named:
+        path = path.rename(tmp_path / "other.toml")
+        monkeypatch.setenv("SECURE_LOADER_CONFIG", str(path))
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="configuration file could have been written by others") as caught:
+        load()
+    assert (caught.value.path, caught.value.hint) == (str(path), f"chmod go-w {path}")
+    path.chmod(0o644)
+    assert load().threads == 5
+
+
+def test_a_toml_file_of_somebody_else_decides_nothing(toml, monkeypatch):
+    path = toml("[loader]\nthreads = 5\n")
+    mine = os.geteuid()
+    if mine == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr("os.geteuid", lambda: mine + 1)
+    with pytest.raises(ConfigError, match="configuration file could have been written by others"):
+        load()
 
 
 @pytest.mark.parametrize(
