@@ -11,23 +11,29 @@ import re
 from types import TracebackType
 from typing import NoReturn, Self
 
-# A key as people paste it: JSON, or 16, 24 or 32 bytes in hex, base64 or base64url.
-_HEX = re.compile(r"(0x)?([0-9a-fA-F]{32}|[0-9a-fA-F]{48}|[0-9a-fA-F]{64})")
-_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{22}(==)?|[A-Za-z0-9+/_-]{43}=?")
+# A key as people paste it: JSON, or 16, 24, 32, 48 or 64 bytes (keys, seeds, pairs) in hex, base64 or base64url.
+_HEX = re.compile(r"(0x)?([0-9a-fA-F]{32}|[0-9a-fA-F]{48}|[0-9a-fA-F]{64}|[0-9a-fA-F]{96}|[0-9a-fA-F]{128})")
+_BASE64 = re.compile(r"[\w+/-]{22}(==)?|[\w+/-]{32}|[\w+/-]{43}=?|[\w+/-]{64}|[\w+/-]{86}(==)?", re.ASCII)
+_ARMOUR = ("-----BEGIN", "PRIVATE KEY", "AGE-SECRET-KEY")
+_SCHEME = re.compile(r"(file|env|fd|passphrase|age):")
+# So many capitals are not the beginnings of words.
+_CAPITALS = 6
 
 
 def looks_like_key(text: str) -> bool:
     """Whether a text may be key material where the name of a key or the way to one is expected.
 
-    It is then refused without being shown. Names and paths that people make up are not mistaken: what is random holds
-    capitals, small letters and digits all together.
+    It is then refused without being shown, with or without a scheme before it. Names and paths that people make up are
+    not mistaken: what is random holds small letters, capitals and digits all together, or a great many capitals.
     """
     text = text.strip()
-    if text.startswith(("{", "[")) or "\n" in text or '"k"' in text or '"d"' in text or "PRIVATE KEY" in text:
+    text = text[len(found[0]) :] if (found := _SCHEME.match(text)) else text
+    if text.startswith(("{", "[")) or "\n" in text or '"k"' in text or '"d"' in text or any(a in text for a in _ARMOUR):
         return True
     if _HEX.fullmatch(text):
         return True
-    random = re.search(r"[A-Z]", text) and re.search(r"[a-z]", text) and re.search(r"[0-9+]", text)
+    capitals = len(re.findall(r"[A-Z]", text))
+    random = re.search(r"[a-z]", text) and capitals and (re.search(r"[0-9+]", text) or capitals >= _CAPITALS)
     return bool(random) and not text.startswith("/") and _BASE64.fullmatch(text) is not None
 
 

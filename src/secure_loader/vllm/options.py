@@ -6,23 +6,17 @@ never what they are.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import dataclasses
-import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .. import config as cfg
+from ..core.secrets import looks_like_key
 from ..errors import ConfigError
 
 _MAPPING_OF_STOCK = {"num_threads": "threads"}
 _FLAGS = ("lazy", "enable_multithread_load", "enable_weights_track", "insecure_allow_plaintext_adapters")
-# Lengths of keys, seeds and expanded key pairs.
-_KEY_BYTES = frozenset({16, 24, 32, 48, 64})
 _ROTATE = "vLLM has logged its arguments: if this is a real key, replace it"
 
 
@@ -94,7 +88,7 @@ def _flag(name: str, value: object) -> bool:
 def _refuse_key_material(extra: Mapping[str, Any]) -> None:
     """Raises ConfigError, without echoing it, when something looks like a key rather than like the place of one."""
     for name, text in _strings(extra):
-        if _looks_like_key(text):
+        if looks_like_key(text):
             raise ConfigError(
                 f"{name} looks like key material; only references are taken: a path, file:/path or env:NAME",
                 hint=_ROTATE,
@@ -114,27 +108,3 @@ def _strings(value: object, name: str = "a key of the extra config") -> Iterator
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
             yield from _strings(item, name)
-
-
-def _looks_like_key(text: str) -> bool:
-    text = text.strip()
-    if text.startswith(("{", "[", "-----BEGIN", "AGE-SECRET-KEY")) or "\n" in text:
-        return True
-    if re.match(r"(file|env):", text):
-        text = text.partition(":")[2]
-        if text in os.environ:
-            return False
-    if not re.fullmatch(r"(0x)?[A-Za-z0-9+/_-]{22,}={0,2}", text) or Path(text).exists():
-        return False
-    bare = text.removeprefix("0x")
-    if re.fullmatch(r"[0-9A-Fa-f]+", bare):
-        return len(bare) // 2 in _KEY_BYTES
-    if re.fullmatch(r"[/_-]?[a-z]+([/_-][a-z]+)*", bare, re.IGNORECASE) and bare.lower() == bare:
-        return False  # words between separators: a path or a name
-    if Path(text).parent.is_dir() and Path(text).parent not in (Path("/"), Path()):
-        return False  # a file that is missing from a folder that is there
-    digits = bare.rstrip("=").translate(str.maketrans("-_", "+/"))
-    try:
-        return len(base64.b64decode(digits + "=" * (-len(digits) % 4), validate=True)) in _KEY_BYTES
-    except binascii.Error:
-        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import random
 
 import pytest
 
@@ -87,6 +88,9 @@ MATERIAL = [
     json.dumps({"kty": "oct", "alg": "A256GCM", "kid": "x", "k": base64.urlsafe_b64encode(RAW).decode()}),
     '[{"k": "' + RAW.hex() + '"}]',
     "-----BEGIN PRIVATE KEY-----\n" + base64.b64encode(RAW).decode(),
+    "AGE-SECRET-KEY-1" + "Q" * 58,
+    "file:" + base64.b64encode(RAW).decode(),
+    "env:" + RAW.hex(),
 ]
 
 
@@ -140,6 +144,17 @@ def test_looks_like_a_key(material):
     assert looks_like_key(f"  {material}\n")
 
 
+@pytest.mark.parametrize("length", [16, 24, 32, 48, 64])
+def test_random_keys_look_like_keys(length):
+    """All but one in a few thousand, which have no digit and few capitals, or letters of one kind only."""
+    rng = random.Random(length)
+    keys = [rng.randbytes(length) for _ in range(2000)]
+    spelt = [t for key in keys for t in (base64.b64encode(key).decode(), base64.urlsafe_b64encode(key).decode())]
+    missed = [t for t in spelt if not t.startswith("/") and not (looks_like_key(t) and looks_like_key(t.rstrip("=")))]
+    assert len(missed) <= 4
+    assert all(looks_like_key(key.hex()) for key in keys)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -153,6 +168,12 @@ def test_looks_like_a_key(material):
         "meta-llama/Llama-3.1-8B-Instruct",
         "a-name-of-22-characters",
         "a-name-that-is-made-of-forty-three-letters-x",
+        "env:MODEL_MASTER_KEY_2026",
+        "fd:3",
+        "passphrase:/run/secrets/alice.jwk.age",
+        "MyCompanyModelKeyAlice",
+        "models/customer-a/keys/enc/2026/alice-1.jwk",
+        "environments/production/eu-west-1/customer-a/keys/model-2026-aa",
         "/home/Alice/projects/model1/keys/aliceXenc1",
         "*.bias",
         "",
