@@ -13,7 +13,7 @@ SHIM := requirements/vllm-metadata
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench gpu test test-transformers lint types fuzz vectors cubins locks env clean clean-bench distclean
+.PHONY: help demo bench gpu test test-transformers lint types fuzz vectors mutations audit cubins locks env clean clean-bench distclean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -61,6 +61,12 @@ fuzz: $(VENV)/.ready ## Fuzz the parsers of untrusted bytes for a minute (FUZZ_S
 
 vectors: $(VENV)/.ready ## Write tests/vectors again from their script
 	@$(VENV)/bin/python -m tests.vectors.make
+
+mutations: $(VENV)/.ready ## Plant faults in the device source and see that the tests catch each of them (needs g++)
+	@$(VENV)/bin/python -m tests.unit.device.mutations $(ARGS)
+
+audit: $(VENV)/.ready ## Follow secrets through the machine code of the device kernels (needs no GPU)
+	@$(VENV)/bin/python csrc/audit.py $(ARGS)
 
 cubins: $(CUBINS)/.locked ## Compile csrc into the device code that the wheel carries (no GPU, no compiler needed)
 	@PYTHONPATH=src $(CUBINS)/bin/python tools/make_cubins.py $(ARGS)
