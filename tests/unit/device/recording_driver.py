@@ -47,19 +47,26 @@ class Model:
             chunk, segment = struct.unpack("<II", ctypes.string_at(work + i * abi.WORK_BYTES, abi.WORK_BYTES))
             self._segment(chunks + chunk * abi.CHUNK_BYTES, segment, schedules, partial)
 
-    def _segment(self, chunk: int, segment: int, schedules: int, partial: int) -> None:
+    def sl_ctr(self, blocks: int, chunks: int, work: int, nwork: int, schedules: int) -> None:
+        assert 0 < blocks <= nwork
+        for i in range(nwork):
+            chunk, segment = struct.unpack("<II", ctypes.string_at(work + i * abi.WORK_BYTES, abi.WORK_BYTES))
+            self._segment(chunks + chunk * abi.CHUNK_BYTES, segment, schedules, None)
+
+    def _segment(self, chunk: int, segment: int, schedules: int, partial: int | None) -> None:
         address, out, nbytes, _, _, nonce, _, _, first = self._read(chunk)
         assert address == out
         assert nbytes > segment * abi.SEGMENT_BYTES, "a list of chunks that was overwritten before it was used"
         key = self._key(chunk, schedules)
-        if segment == 0:
+        if segment == 0 and partial is not None:
             self._genuine[partial, first] = self._is_genuine(chunk, schedules)
         start = segment * abi.SEGMENT_BYTES
         size = min(abi.SEGMENT_BYTES, nbytes - start)
         counter = nonce + (2 + start // 16).to_bytes(4, "big")
         text = ctypes.string_at(address + start, size)
         write(address + start, Cipher(algorithms.AES(key), modes.CTR(counter)).encryptor().update(text))
-        write(partial + (first + segment) * abi.PARTIAL_BYTES, key[:16])
+        if partial is not None:
+            write(partial + (first + segment) * abi.PARTIAL_BYTES, key[:16])
 
     def sl_gcm_finish(
         self, blocks: int, chunks: int, nchunks: int, schedules: int, partial: int, verdicts: int

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 
 from secure_loader.core.device import cuda
 from secure_loader.core.device.cuda import CudaKernels
+from secure_loader.core.device.host_tags import authenticate
 from secure_loader.core.device.selftest import check, driver_scratch
 from secure_loader.errors import AuthenticationError, DeviceError
 from tests.unit.device.recording_driver import RecordingDriver
@@ -30,6 +33,8 @@ def driver(shim):
             shim.expand(*args)
         elif kernel == "sl_gcm_open":
             shim.open(*args, grid=blocks)
+        elif kernel == "sl_ctr":
+            shim.ctr(*args, grid=blocks)
         else:
             assert kernel == "sl_gcm_finish"
             assert blocks == args[1]
@@ -96,3 +101,13 @@ def test_any_call_may_fail_once(driver, kernels):
         if start + number > len(driver.calls):
             break
     assert failed > 8
+
+
+def test_counter_mode_alone(driver, kernels):
+    memory = Memory(driver)
+    keys = memory.batch.keys
+    text = [memoryview(ctypes.string_at(c.address, c.nbytes)) for c in memory.chunks]
+    chunks = [authenticate(keys[c.key], t, c) for c, t in zip(memory.chunks, text, strict=True)]
+    kernels.decrypt(keys, chunks, STREAM).wait()
+    assert memory.found() == memory.plain
+    memory.assert_no_key(driver)

@@ -11,6 +11,7 @@ from ..secrets import Secret
 from . import abi
 from .batch import Batch, Chunk, Pending
 from .driver import Driver
+from .host_tags import AuthenticatedChunk
 from .launch import Launcher, Part
 
 KEYS_PER_LAUNCH = 1024
@@ -45,6 +46,22 @@ class CudaKernels:
             DeviceError: It could not be queued; the chunks were overwritten if the device still does that.
             ValueError: A key, nonce, tag or number is not what AES-GCM has.
         """
+        return self._start(batch, stream, tags_were_compared=False)
+
+    def decrypt(self, keys: Sequence[Secret], chunks: Sequence[AuthenticatedChunk], stream: int) -> Pending:
+        """Queue chunks whose tags the host has compared: AES in counter mode alone, in place.
+
+        Args:
+            keys: DEKs, as in :class:`Batch`.
+            chunks: The evidence. Their memory has to hold the very bytes that it is about.
+            stream: As for :meth:`open`.
+
+        Raises:
+            DeviceError, ValueError: As :meth:`open`.
+        """
+        return self._start(Batch(keys, [c.chunk for c in chunks]), stream, tags_were_compared=True)
+
+    def _start(self, batch: Batch, stream: int, *, tags_were_compared: bool) -> Pending:
         launcher, parts = self._launcher, list[Part]()
         pending = _Pending(launcher, parts, stream, self._forget)
         with self._lock:
@@ -53,7 +70,7 @@ class CudaKernels:
             try:
                 with launcher.current():
                     for keys, chunks in _split(batch):
-                        launcher.start(keys, chunks, stream, parts)
+                        launcher.start(keys, chunks, stream, parts, tags_were_compared=tags_were_compared)
                 self._under_way.add(pending)
             except BaseException:
                 insist(lambda: launcher.abandon(parts, stream), CLEANING_TRIES)

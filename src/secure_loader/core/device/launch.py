@@ -69,9 +69,9 @@ class Launcher:
         try:
             with self.current():
                 self._module = driver.load(image)
-                self._expand, self._open, self._finish = (
+                self._expand, self._open, self._finish, self._ctr = (
                     driver.function(self._module, kernel)
-                    for kernel in ("sl_expand_keys", "sl_gcm_open", "sl_gcm_finish")
+                    for kernel in ("sl_expand_keys", "sl_gcm_open", "sl_gcm_finish", "sl_ctr")
                 )
                 resident = driver.residency(self._open, abi.THREADS)
             self._grid = max(1, resident) * driver.gpu(ordinal).multiprocessors
@@ -103,8 +103,23 @@ class Launcher:
         with self._driver.current(context):
             yield
 
-    def start(self, keys: Sequence[Secret], chunks: Sequence[Chunk], stream: int, parts: list[Part]) -> None:
+    def start(
+        self,
+        keys: Sequence[Secret],
+        chunks: Sequence[Chunk],
+        stream: int,
+        parts: list[Part],
+        *,
+        tags_were_compared: bool = False,
+    ) -> None:
         """Queue one launch. It is among the parts as soon as there is something to :meth:`abandon`.
+
+        Args:
+            keys: DEKs.
+            chunks: What to open.
+            stream: Handle of the stream.
+            parts: Where the launch is noted.
+            tags_were_compared: On the host, so that the device only decrypts; the verdicts are good from the start.
 
         Raises:
             ValueError: A key, nonce, tag or size is not what AES-GCM has.
@@ -120,7 +135,8 @@ class Launcher:
             workspace.write(0, abi.pack_chunks(chunks, aad=workspace.device + layout.aad))
             workspace.write(layout.work, abi.pack_work(chunks))
             workspace.write(layout.aad, abi.pack_aad(chunks))
-            workspace.write(layout.verdicts, bytes(layout.keys - layout.verdicts))
+            verdict = abi.VERIFIED if tags_were_compared else 0
+            workspace.write(layout.verdicts, verdict.to_bytes(abi.VERDICT_BYTES, "little") * len(chunks))
         except BaseException:
             self._workspaces.give(workspace)
             raise
@@ -131,9 +147,9 @@ class Launcher:
             workspace.write(layout.keys, packed)
         finally:
             wipe(packed)
-        self._queue(part, len(keys), stream)
+        self._queue(part, len(keys), stream, tags_were_compared=tags_were_compared)
 
-    def _queue(self, part: Part, keys: int, stream: int) -> None:
+    def _queue(self, part: Part, keys: int, stream: int, *, tags_were_compared: bool) -> None:
         driver, layout, workspace = self._driver, part.layout, part.workspace
         at = workspace.device
         work, verdicts, secrets = at + layout.work, at + layout.verdicts, at + layout.keys
@@ -142,10 +158,13 @@ class Launcher:
         nkeys, nwork, nchunks = map(ctypes.c_uint32, (keys, segments, blocks))
         driver.upload(at, workspace.host, layout.schedules, stream)
         driver.launch(self._expand, keys, abi.THREADS, stream, secrets, schedules, nkeys)
-        if segments:
-            grid = min(segments, self._grid)
+        grid = min(segments, self._grid)
+        if segments and tags_were_compared:
+            driver.launch(self._ctr, grid, abi.THREADS, stream, at, work, nwork, schedules)
+        elif segments:
             driver.launch(self._open, grid, abi.THREADS, stream, at, work, nwork, schedules, partial)
-        driver.launch(self._finish, blocks, abi.THREADS, stream, at, nchunks, schedules, partial, verdicts)
+        if not tags_were_compared:
+            driver.launch(self._finish, blocks, abi.THREADS, stream, at, nchunks, schedules, partial, verdicts)
         driver.clear(secrets, layout.end - layout.keys, stream)
         driver.download(workspace.host + layout.verdicts, verdicts, layout.schedules - layout.verdicts, stream)
         driver.record(workspace.event, stream)
