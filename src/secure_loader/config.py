@@ -5,7 +5,7 @@ environment variable                      meaning
 ========================================  =========================================================================
 ``SECURE_LOADER_HOME``                    folder with ``keys/``, ``trust/``, ``state/`` and ``config.toml``
 ``SECURE_LOADER_CONFIG``                  another TOML file
-``SECURE_LOADER_KEYS``                    comma-separated key references: paths, ``file:…``, ``env:NAME``
+``SECURE_LOADER_KEYS``                    comma-separated key references: paths, ``file:…``, ``env:NAME``, ``https://…``
 ``SECURE_LOADER_THREADS``                 threads of the shared pool
 ``SECURE_LOADER_INTEGRITY``               ``tags`` or ``full``
 ``SECURE_LOADER_PAGE_CACHE``              ``keep``, ``drop`` or ``bypass``
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from .errors import ConfigError
 CONFIG_VARIABLE = "SECURE_LOADER_CONFIG"
 # Two slots of a page are the least that works; beyond the most there is nothing to gain.
 MIN_DEVICE_BUFFER, MAX_DEVICE_BUFFER = 64 << 10, 512 << 20
+MAX_KEY_TIMEOUT = 600
+_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,16 @@ class LoaderConfig:
         device_buffer_bytes: Pinned host memory that one load to a GPU may take on its way there; less where less is loaded.
         allow_missing_weights: Let a framework initialise weights that the checkpoint does not hold, such as the new head
             of a model that is going to be trained. Weights that the manifest lists must be read all the same.
+        key_timeout_seconds: Time for one answer of a network key source: name service, connection, TLS and body together.
+        key_private_hosts: Hosts of network key sources that may have private, loopback or link-local addresses;
+            None: none may.
+        key_ca_file: PEM file with the only certificates that may vouch for network key sources; None takes the system's.
+        key_client_certificate: PEM file with the client certificate to show them.
+        key_client_key: PEM file with its private key, kept as a key file is; None looks into the former.
         insecure_allow_plaintext: Accept files that are not encrypted where encrypted ones are demanded.
         insecure_allow_legacy: Accept CryptoTensors files without profile 1, and folders without a manifest.
         insecure_allow_unverified_clear: Hand out clear tensors of such files, which nothing protects.
+        insecure_allow_http_loopback: Speak ``http:`` to a key service on this machine itself: development servers.
     """
 
     keys: tuple[str, ...] | None = None
@@ -77,9 +87,15 @@ class LoaderConfig:
     device_kernels: str = "auto"
     require_device_kernels: bool = False
     allow_missing_weights: bool = False
+    key_timeout_seconds: float = 10
+    key_private_hosts: tuple[str, ...] | None = None
+    key_ca_file: str | None = None
+    key_client_certificate: str | None = None
+    key_client_key: str | None = None
     insecure_allow_plaintext: bool = False
     insecure_allow_legacy: bool = False
     insecure_allow_unverified_clear: bool = False
+    insecure_allow_http_loopback: bool = False
 
     def __post_init__(self) -> None:
         for name in ("keys", "trust"):
@@ -103,6 +119,22 @@ class LoaderConfig:
                 raise ConfigError(f"{field.name} must be true or false, not {value!r}")
         if self.require_device_kernels and self.device_kernels == "cpu":
             raise ConfigError('require_device_kernels contradicts device_kernels = "cpu"')
+        self._check_network()
+
+    def _check_network(self) -> None:
+        seconds = self.key_timeout_seconds
+        if type(seconds) not in (int, float) or not 0 < seconds <= MAX_KEY_TIMEOUT:
+            raise ConfigError(f"key_timeout_seconds must be above 0 and at most {MAX_KEY_TIMEOUT}, not {seconds!r}")
+        for name in ("key_ca_file", "key_client_certificate", "key_client_key"):
+            value = getattr(self, name)
+            if value is not None:
+                if not isinstance(value, (str, os.PathLike)) or looks_like_key(os.fspath(value)):
+                    raise ConfigError(f"{name} takes the path of a PEM file")
+                object.__setattr__(self, name, os.fspath(value))
+        if self.key_client_key is not None and self.key_client_certificate is None:
+            raise ConfigError("key_client_key is set, and key_client_certificate, which goes with it, is not")
+        if self.key_private_hosts is not None:
+            object.__setattr__(self, "key_private_hosts", _hosts(self.key_private_hosts))
 
     def replace(self, options: Mapping[str, Any]) -> LoaderConfig:
         """These settings with some replaced.
@@ -201,6 +233,13 @@ def _from_environment() -> dict[str, Any]:
             raise ConfigError(f"SECURE_LOADER_REQUIRE_DEVICE_KERNELS must be 0 or 1, not {require!r}")
         options["require_device_kernels"] = require == "1"
     return options
+
+
+def _hosts(value: Any) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)) or not all(isinstance(h, str) and _HOST.fullmatch(h) for h in items):
+        raise ConfigError("key_private_hosts takes names and addresses of hosts, without scheme, port or brackets")
+    return tuple(h.lower() for h in items)
 
 
 def _references(name: str, value: Any) -> tuple[str, ...] | None:

@@ -87,6 +87,10 @@ def config_show(args: Arguments, out: Output) -> None:
         "keys": ", ".join(default_key_sources()) or str(keys_dir()),
         "trust": str(trust_dir()),
         "threads": str(threads()),
+        "key_private_hosts": "none",
+        "key_ca_file": "those of the system",
+        "key_client_certificate": "none",
+        "key_client_key": "none",
     }
     origins = {"keys": f"{KEYS_VARIABLE} and home" if os.environ.get(KEYS_VARIABLE) else "default"}
     rows = [

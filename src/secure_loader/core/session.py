@@ -53,7 +53,7 @@ class Session:
         config: cfg.LoaderConfig | None = None,
     ) -> None:
         self.config = config or cfg.load()
-        self.keys = KeyRing(_key_sources(keys, self.config))
+        self.keys = KeyRing(_key_sources(keys, self.config), self.config)
         self.trust = _trust_store(trust, self.config)
         if self.config.threads is not None and self.config.threads != threads():
             set_threads(self.config.threads)

@@ -31,7 +31,7 @@ def test_defaults_are_the_strict_ones():
     assert config == LoaderConfig()
     assert (config.integrity, config.clear_tensors, config.keys, config.trust) == ("tags", "map", None, None)
     lax = [f.name for f in dataclasses.fields(config) if f.name.startswith(("insecure_", "allow_"))]
-    assert len(lax) == 4
+    assert len(lax) == 5
     assert not any(getattr(config, name) for name in lax)
 
 
@@ -102,6 +102,18 @@ def test_a_toml_file_of_somebody_else_decides_nothing(toml, monkeypatch):
         ("[loader]\nrequire_device_kernels = 1\n", "require_device_kernels must be true or false"),
         ("[loader]\nrequire_device_kernels = true\ndevice_kernels = 'cpu'\n", "contradicts"),
         ("[loader]\ninsecure_allow_plaintext = 1\n", "insecure_allow_plaintext must be true or false"),
+        ("[loader]\nkey_timeout_seconds = 0\n", "key_timeout_seconds must be above 0 and at most 600"),
+        ("[loader]\nkey_timeout_seconds = inf\n", "key_timeout_seconds must be above 0"),
+        ("[loader]\nkey_timeout_seconds = nan\n", "key_timeout_seconds must be above 0"),
+        ("[loader]\nkey_timeout_seconds = true\n", "key_timeout_seconds must be above 0"),
+        ("[loader]\nkey_private_hosts = 5\n", "key_private_hosts takes names and addresses"),
+        ("[loader]\nkey_private_hosts = ['https://h']\n", "key_private_hosts takes names and addresses"),
+        ("[loader]\nkey_private_hosts = ['h:80/']\n", "key_private_hosts takes names and addresses"),
+        ("[loader]\nkey_private_hosts = ['*']\n", "key_private_hosts takes names and addresses"),
+        ("[loader]\nkey_ca_file = 5\n", "key_ca_file takes the path of a PEM file"),
+        ("[loader]\nkey_client_key = '-----BEGIN PRIVATE KEY'\n", "key_client_key takes the path of a PEM file"),
+        ("[loader]\nkey_client_key = '/a'\n", "key_client_certificate, which goes with it, is not"),
+        ("[loader]\ninsecure_allow_http_loopback = 1\n", "insecure_allow_http_loopback must be true or false"),
         ("[loader]\nkeys = 5\n", "keys takes references"),
         ("[loader]\nkeys = [5]\n", "keys takes references"),
         ("[loader]\nkeys = {k = 'x'}\n", "keys takes references"),
@@ -136,9 +148,15 @@ def test_device_kernels_are_those_that_there_are():
 
 
 def test_insecure_settings_do_not_come_from_the_environment(monkeypatch):
-    for name in ("PLAINTEXT", "LEGACY", "UNVERIFIED_CLEAR"):
+    for name in ("PLAINTEXT", "LEGACY", "UNVERIFIED_CLEAR", "HTTP_LOOPBACK"):
         monkeypatch.setenv(f"SECURE_LOADER_INSECURE_ALLOW_{name}", "1")
     assert load() == LoaderConfig()
+
+
+def test_hosts_inside_the_network():
+    assert load({"key_private_hosts": "Vault.Internal"}).key_private_hosts == ("vault.internal",)
+    assert load({"key_private_hosts": ["10.0.0.5", "::1"]}).key_private_hosts == ("10.0.0.5", "::1")
+    assert load({"key_ca_file": Path("/ca.pem"), "key_timeout_seconds": 2.5}).key_ca_file == "/ca.pem"
 
 
 def test_references():

@@ -64,8 +64,8 @@ def test_a_link_put_in_place_after_the_check(tmp_path, monkeypatch):
     real, path = write(tmp_path / "real", KEY), write(tmp_path / "a.jwk", KEY)
     check = local.check_private
 
-    def swap(where):
-        check(where)
+    def swap(*what):
+        check(*what)
         path.unlink()
         path.symlink_to(real)
 
@@ -78,8 +78,8 @@ def test_a_careless_file_put_in_place_after_the_check(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jwk", KEY)
     check = local.check_private
 
-    def swap(where):
-        check(where)
+    def swap(*what):
+        check(*what)
         path.chmod(0o644)
 
     monkeypatch.setattr(local, "check_private", swap)

@@ -172,18 +172,31 @@ def key_files(folder: Path) -> Iterator[Path]:
 
 
 def _read_file(path: Path) -> list[Jwk]:
-    check_private(path)
+    return _parse(read_private(path), str(path))
+
+
+def read_private(path: Path, what: str = "key file") -> bytearray:
+    """The bytes of a file that holds a secret; the caller wipes them.
+
+    Args:
+        path: The file.
+        what: What it is called in messages.
+
+    Raises:
+        KeyAccessError: Missing, larger than 64 KiB, or as :func:`check_private` says.
+    """
+    check_private(path, what)
     try:
         with FileSource(path, follow=False) as source:
             # What was looked at by name may have been replaced since; what counts is what is open.
-            _check_private(os.fstat(source.fileno()), path)
+            _check_private(os.fstat(source.fileno()), path, what)
             if source.size > MAX_KEY_FILE:
-                raise KeyAccessError(f"key file is larger than {MAX_KEY_FILE} bytes", path=path)
+                raise KeyAccessError(f"{what} is larger than {MAX_KEY_FILE} bytes", path=path)
             data = bytearray(source.size)
             source.read_into([memoryview(data)], 0)
     except SourceError as e:
-        raise KeyAccessError(f"key file {e.message}", path=path) from None
-    return _parse(data, str(path))
+        raise KeyAccessError(f"{what} {e.message}", path=path) from None
+    return data
 
 
 def _parse(text: str | bytearray, what: str) -> list[Jwk]:
@@ -201,7 +214,7 @@ def _parse(text: str | bytearray, what: str) -> list[Jwk]:
     raise KeyAccessError(message, hint=hint)
 
 
-def check_private(path: Path) -> None:
+def check_private(path: Path, what: str = "key file") -> None:
     """Refuse a key file that others could have read or replaced.
 
     Raises:
@@ -210,18 +223,18 @@ def check_private(path: Path) -> None:
     try:
         info = os.lstat(path)
     except OSError as e:
-        raise KeyAccessError(f"key file cannot be read: {e.strerror}", path=path) from None
-    _check_private(info, path)
+        raise KeyAccessError(f"{what} cannot be read: {e.strerror}", path=path) from None
+    _check_private(info, path, what)
 
 
-def _check_private(info: os.stat_result, path: Path) -> None:
+def _check_private(info: os.stat_result, path: Path, what: str) -> None:
     if not stat.S_ISREG(info.st_mode):
-        raise KeyAccessError("key file is a link or not a regular file", path=path)
+        raise KeyAccessError(f"{what} is a link or not a regular file", path=path)
     if info.st_uid not in (0, os.geteuid()):
-        raise KeyAccessError("key file belongs to another user", path=path)
+        raise KeyAccessError(f"{what} belongs to another user", path=path)
     if info.st_mode & 0o077:
         raise KeyAccessError(
-            f"key file can be read by others (mode {stat.S_IMODE(info.st_mode):04o})",
+            f"{what} can be read by others (mode {stat.S_IMODE(info.st_mode):04o})",
             path=path,
             hint=f"chmod 600 {path}",
         )

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import hmac
 import importlib
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from ...config import LoaderConfig
 from ...errors import AuthenticationError, ConfigError, KeyAccessError
 from ..aead import Algorithm, unwrap_key
 from ..secrets import Secret, looks_like_key
@@ -25,7 +27,12 @@ from .jwk import MasterKey
 
 ENTRY_POINTS = "secure_loader.key_providers"
 # Scheme, then module and class in this package.
-BUILT_IN = {"file": "local:FileProvider", "env": "local:EnvProvider"}
+BUILT_IN = {
+    "file": "local:FileProvider",
+    "env": "local:EnvProvider",
+    "https": "https:HttpsProvider",
+    "vault": "vault:VaultProvider",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,19 @@ class KeyProvider(Protocol):
         ...
 
 
+@runtime_checkable
+class Configurable(Protocol):
+    """A provider that wants to know the settings of the load it is made for."""
+
+    def configure(self, config: LoaderConfig) -> None:
+        """Called once, before anything is resolved.
+
+        Args:
+            config: The settings.
+        """
+        ...
+
+
 class LocalUnwrapper:
     """Unwraps with a master key in this process's memory.
 
@@ -137,15 +157,22 @@ class LocalUnwrapper:
 class KeyRing:
     """All the places where this process may look for master keys.
 
+    Providers live as long as the ring does: one that asks a service remembers the answer for the files of one load, and
+    forgets it with the load.
+
     Args:
         sources: References (``file:/path``, ``env:NAME``, ``scheme:…``, or a plain path) and :class:`MasterKey` objects.
+        config: Settings, for providers that want them.
 
     Raises:
         ConfigError: Key material in place of a reference.
     """
 
-    def __init__(self, sources: Iterable[str | MasterKey]) -> None:
+    def __init__(self, sources: Iterable[str | MasterKey], config: LoaderConfig | None = None) -> None:
         self._sources = tuple(sources)
+        self._config = config or LoaderConfig()
+        self._providers: dict[str, KeyProvider] = {}
+        self._lock = threading.Lock()
         if any(isinstance(s, str) and looks_like_key(s) for s in self._sources):
             # Not shown: it would be taken for a path, and named in the message that says it does not exist.
             raise ConfigError(
@@ -167,10 +194,12 @@ class KeyRing:
                 hit: Unwrapper | None = LocalUnwrapper(source, request) if source.kid == request.kid else None
             else:
                 scheme, rest = split_reference(source)
-                hit = provider(scheme).resolve(rest, request)
+                hit = self._provider(scheme).resolve(rest, request)
             if hit is not None:
                 found.append(hit)
         if not found:
+            # Somebody may put the key there now, and try again.
+            self._providers.clear()
             searched = ", ".join(s if isinstance(s, str) else f"key {s.kid!r}" for s in self._sources) or "nowhere"
             raise KeyAccessError(
                 f"no master key with kid {request.kid!r} (searched: {searched})",
@@ -178,6 +207,15 @@ class KeyRing:
             )
         _refuse_ambiguous(found, request.kid)
         return found[0]
+
+    def _provider(self, scheme: str) -> KeyProvider:
+        with self._lock:
+            if scheme not in self._providers:
+                made = provider(scheme)
+                if isinstance(made, Configurable):
+                    made.configure(self._config)
+                self._providers[scheme] = made
+            return self._providers[scheme]
 
 
 def _refuse_ambiguous(found: Sequence[Unwrapper], kid: str) -> None:

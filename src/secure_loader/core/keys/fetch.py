@@ -1,0 +1,116 @@
+"""What providers that fetch a raw master key over the network have in common: one request for a file set."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from ...config import LoaderConfig
+from ...errors import FormatError, KeyAccessError, KeySourceResponseError
+from .jwk import Jwk, MasterKey
+from .net import DEADLINE, Response, Rules, Url
+from .provider import KeyRequest, LocalUnwrapper, Unwrapper
+from .tls import Tls
+
+_T = TypeVar("_T")
+_Answer = Future[MasterKey | None]
+
+
+class FetchingProvider(abc.ABC):
+    """A provider that asks a service for each master key once, and remembers it for as long as it lives.
+
+    It lives as long as the :class:`core.keys.provider.KeyRing` that made it: one load, or one open file. What it
+    remembers is overwritten with it.
+
+    Attributes:
+        rules: What the operator allows.
+        seconds: Time for the whole of one fetch.
+    """
+
+    def __init__(self) -> None:
+        self.rules = Rules()
+        self.seconds = DEADLINE
+        self._lock = threading.Lock()
+        self._found: dict[tuple[str, str], _Answer] = {}
+
+    def configure(self, config: LoaderConfig) -> None:
+        """See :class:`core.keys.provider.Configurable`."""
+        self.rules = Rules(
+            Tls(config.key_ca_file, config.key_client_certificate, config.key_client_key),
+            frozenset(config.key_private_hosts or ()),
+            config.insecure_allow_http_loopback,
+        )
+        self.seconds = config.key_timeout_seconds
+
+    @abc.abstractmethod
+    def fetch(self, reference: str, kid: str) -> MasterKey | None:
+        """Ask for a key.
+
+        Args:
+            reference: Everything behind ``scheme:``.
+            kid: Its name.
+
+        Returns:
+            The key, or None when the service answered as it should and knows no key of that name.
+
+        Raises:
+            KeyAccessError: Anything else.
+        """
+
+    def resolve(self, reference: str, request: KeyRequest) -> Unwrapper | None:
+        """See :meth:`core.keys.provider.KeyProvider.resolve`."""
+        key = self._once(reference, request.kid)
+        return None if key is None else LocalUnwrapper(key, request)
+
+    def _once(self, reference: str, kid: str) -> MasterKey | None:
+        at, mine = (reference, kid), _Answer()
+        with self._lock:
+            answer = self._found.setdefault(at, mine)
+        if answer is not mine:
+            # Threads that open other files of the set share the answer, and the error: a slow service costs one deadline.
+            return answer.result()
+        try:
+            key = self.fetch(reference, kid)
+        except BaseException as e:
+            with self._lock:
+                del self._found[at]
+            mine.set_exception(e)
+            # Or the error would hold this frame, which holds the future, which holds the error.
+            del answer, mine
+            raise
+        mine.set_result(key)
+        return key
+
+
+def reading(response: Response, url: Url, read: Callable[[bytes], _T]) -> _T:
+    """What ``read`` makes of the body, which is wiped.
+
+    What it raises is raised again where no frame holds the body: crash reporters show local variables.
+
+    Raises:
+        KeySourceResponseError: ``read`` raised FormatError or KeyAccessError.
+    """
+    try:
+        return read(bytes(response.body))
+    except (FormatError, KeyAccessError) as e:
+        message, hint = e.message, e.hint
+    finally:
+        response.wipe()
+    raise KeySourceResponseError(f"{url.source}: {message}", hint=hint)
+
+
+def only_master(keys: Sequence[Jwk], kid: str, url: Url) -> MasterKey | None:
+    """The master key of that name among keys of different names, or None.
+
+    Raises:
+        KeySourceResponseError: The key of that name is for signing.
+    """
+    for key in keys:
+        if key.kid == kid:
+            if not isinstance(key, MasterKey):
+                raise KeySourceResponseError(f"{url.source}: the key with kid {kid!r} is not a symmetric key")
+            return key
+    return None

@@ -1,0 +1,89 @@
+"""TLS for key sources: always verified, never below 1.2, with roots and a client certificate from the operator alone."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import KeyAccessError, SourceError
+from ..source import FileSource
+from .local import MAX_KEY_FILE, check_private
+
+_MAX_ROOTS = 16 * MAX_KEY_FILE
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Whom to believe, and who we are.
+
+    Attributes:
+        ca_file: PEM file with the only certificates that may vouch for a key service; None takes the system's.
+        client_certificate: PEM file with our certificate and those between it and its root; None shows none.
+        client_key: PEM file with its private key, without a passphrase, kept as a key file is.
+    """
+
+    ca_file: str | None = None
+    client_certificate: str | None = None
+    client_key: str | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """An OpenSSL context.
+
+        Raises:
+            KeyAccessError: A file cannot be used, or is kept carelessly.
+        """
+        # Not ssl.create_default_context: it writes session secrets to whatever file SSLKEYLOGFILE names.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        if self.ca_file is None:
+            context.load_default_certs()
+        else:
+            # What is pinned may be the certificate of an intermediate authority, or of the server itself.
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            _load(context, _read_roots(self.ca_file), self.ca_file)
+        if self.client_certificate is not None:
+            self._identify(context, self.client_certificate)
+        return context
+
+    def _identify(self, context: ssl.SSLContext, certificate: str) -> None:
+        key = self.client_key or certificate
+        check_private(Path(key))
+        try:
+            # A key with a passphrase would make OpenSSL ask for it on the terminal.
+            context.load_cert_chain(certificate, key, password="")
+        except OSError as e:
+            why = e.reason if isinstance(e, ssl.SSLError) else e.strerror
+            raise KeyAccessError(f"the client certificate or its key cannot be used: {why}", path=certificate) from None
+
+
+def _load(context: ssl.SSLContext, roots: str, path: str) -> None:
+    try:
+        context.load_verify_locations(cadata=roots)
+    except ssl.SSLError as e:
+        raise KeyAccessError(f"holds no certificates: {e.reason}", path=path) from None
+
+
+def _read_roots(path: str) -> str:
+    """The text of a file of root certificates: who can write it decides who may hand out keys."""
+    try:
+        with FileSource(path) as source:
+            info = os.fstat(source.fileno())
+            if info.st_uid not in (0, os.geteuid()) or stat.S_IMODE(info.st_mode) & 0o022:
+                raise KeyAccessError(
+                    "the file of root certificates could have been written by others",
+                    path=path,
+                    hint=f"chmod go-w {path}",
+                )
+            if source.size > _MAX_ROOTS:
+                raise KeyAccessError(f"the file of root certificates is larger than {_MAX_ROOTS} bytes", path=path)
+            data = bytearray(source.size)
+            source.read_into([memoryview(data)], 0)
+        return data.decode("ascii")
+    except SourceError as e:
+        raise KeyAccessError(f"the file of root certificates {e.message}", path=path) from None
+    except UnicodeError:
+        raise KeyAccessError("the file of root certificates is not PEM", path=path) from None

@@ -1,0 +1,153 @@
+"""``vault:https://HOST:8200/MOUNT/data/PATH``: a secret of the KV engine, version 2, of HashiCorp Vault or OpenBao.
+
+The secret holds a JWK or JWK set as text in a field ``jwk``, or the members of a JWK as its fields. Who asks is told by
+the variables that Vault's own tools read; the address is the reference's alone, so that no variable can send a token
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+
+from ...errors import KeyAccessError, KeySourceDeniedError, KeySourceUnreachableError
+from .. import strict_json
+from ..secrets import Secret, wipe
+from .fetch import FetchingProvider, only_master, reading
+from .jwk import Jwk, MasterKey, parse_key, parse_keys
+from .local import read_private
+from .net import Deadline, Response, Rules, Url, check_status, parse_url, request
+
+_PATH = re.compile(r"/(?!v1/)[^/]+(?:/[^/]+)*/data(?:/[^/]+)+")
+_VERSION = re.compile(r"version=[1-9][0-9]{0,9}")
+# Printable, and nothing that JSON would have to escape.
+_CREDENTIAL = re.compile(rb"[!#-\[\]-~]+")
+
+
+class VaultProvider(FetchingProvider):
+    """Secrets of a KV version 2 engine."""
+
+    def fetch(self, reference: str, kid: str) -> MasterKey | None:
+        """See :meth:`FetchingProvider.fetch`; ``reference`` is a URL without ``/v1``."""
+        # A CA that only Vault is known by does not vouch for other services, and the other way round.
+        roots = os.environ.get("VAULT_CACERT") or self.rules.tls.ca_file
+        rules = dataclasses.replace(self.rules, tls=dataclasses.replace(self.rules.tls, ca_file=roots))
+        url = parse_url(reference, rules)
+        if not _PATH.fullmatch(url.path) or (url.query and not _VERSION.fullmatch(url.query)):
+            raise KeyAccessError(
+                f"{url.source}: the reference names no secret of a KV engine, version 2",
+                hint="vault:https://HOST:8200/MOUNT/data/PATH, and ?version=N for an old version",
+            )
+        deadline = Deadline(self.seconds)
+        with _token(url, rules, deadline) as token:
+            response = _ask(url, rules, deadline, {"X-Vault-Token": token})
+        if response.status == 403:
+            raise KeySourceDeniedError(
+                f"{url.source} denies the key (HTTP 403)",
+                hint="the token is wrong or expired, or no policy lets it read",
+            )
+        _check(response, url)
+        return only_master(reading(response, url, _keys_of), kid, url)
+
+
+def _ask(
+    url: Url, rules: Rules, deadline: Deadline, headers: dict[str, str | Secret], body: bytearray | None = None
+) -> Response:
+    # Agents of Vault refuse requests without the first, which a forged request cannot carry.
+    headers = {"X-Vault-Request": "true", **headers}
+    if namespace := os.environ.get("VAULT_NAMESPACE"):
+        headers["X-Vault-Namespace"] = namespace
+    api = dataclasses.replace(url, path=f"/v1{url.path}")
+    return request(api, rules, deadline, method="GET" if body is None else "POST", headers=headers, body=body)
+
+
+def _check(response: Response, url: Url) -> None:
+    if response.status in (501, 503):
+        raise KeySourceUnreachableError(f"{url.source} is sealed or not set up (HTTP {response.status})")
+    if response.status in (472, 473):
+        raise KeySourceUnreachableError(
+            f"{url.source} is a standby (HTTP {response.status})", hint="name the active node"
+        )
+    check_status(response, url)
+
+
+def _token(url: Url, rules: Rules, deadline: Deadline) -> Secret:
+    """The token to ask with: the first that is set of a token, its file, an AppRole, and what ``vault login`` left."""
+    home_file = Path("~/.vault-token").expanduser()
+    if given := os.environ.get("VAULT_TOKEN"):
+        return _credential(bytearray(given, "utf-8"), "VAULT_TOKEN")
+    if named := os.environ.get("VAULT_TOKEN_FILE"):
+        return _from_file(Path(named), "token file")
+    if role := os.environ.get("VAULT_ROLE_ID"):
+        return _login(role, url, rules, deadline)
+    if home_file.exists():
+        return _from_file(home_file, "token file")
+    raise KeyAccessError(
+        f"{url.source}: there is no token to ask with",
+        hint="set VAULT_TOKEN_FILE, or VAULT_ROLE_ID and VAULT_SECRET_ID_FILE, or VAULT_TOKEN; or log in with vault or bao",
+    )
+
+
+def _from_file(path: Path, what: str) -> Secret:
+    return _credential(read_private(path, what), str(path))
+
+
+def _credential(text: bytearray, where: str) -> Secret:
+    """The one line of a text, as a secret; the text is wiped."""
+    with Secret(text) as whole:
+        line = bytearray(whole.reveal())
+        while line[-1:].isspace():
+            line.pop()
+        credential = Secret(line)
+    if not _CREDENTIAL.fullmatch(credential.reveal()):
+        credential.wipe()
+        raise KeyAccessError(f"{where} does not hold one word of ASCII, which a token or secret id is")
+    return credential
+
+
+def _login(role: str, url: Url, rules: Rules, deadline: Deadline) -> Secret:
+    """A token for an AppRole."""
+    named = os.environ.get("VAULT_SECRET_ID_FILE")
+    if not named:
+        raise KeyAccessError("VAULT_ROLE_ID is set, and VAULT_SECRET_ID_FILE, which goes with it, is not")
+    with _from_file(Path(named), "secret id file") as secret_id:
+        body = bytearray(b'{"role_id":' + json.dumps(role).encode() + b',"secret_id":"')
+        body += secret_id.reveal()
+        body += b'"}'
+    try:
+        login = dataclasses.replace(url, path="/auth/approle/login", query="")
+        response = _ask(login, rules, deadline, {}, body)
+    finally:
+        wipe(body)
+    if response.status in (400, 403):
+        raise KeySourceDeniedError(f"{url.source} denies the AppRole (HTTP {response.status})")
+    _check(response, url)
+    return reading(response, url, _token_of)
+
+
+def _token_of(body: bytes) -> Secret:
+    """The token in an answer to a login."""
+    answer = strict_json.loads(body, what="answer", scan=True, any_number=True)
+    auth = answer.get("auth") if isinstance(answer, dict) else None
+    token = auth.get("client_token") if isinstance(auth, dict) else None
+    if not isinstance(token, str):
+        raise KeyAccessError("the answer to the login holds no token")
+    return _credential(bytearray(token, "utf-8"), "the answer to the login")
+
+
+def _keys_of(body: bytes) -> list[Jwk]:
+    """The keys in an answer of the KV engine."""
+    answer = strict_json.loads(body, what="answer", scan=True, any_number=True)
+    outer = answer.get("data") if isinstance(answer, dict) else None
+    secret, metadata = (outer.get("data"), outer.get("metadata")) if isinstance(outer, dict) else (None, None)
+    if not isinstance(secret, dict) or not isinstance(metadata, dict):
+        raise KeyAccessError("the answer is not that of a KV engine, version 2")
+    if "jwk" not in secret:
+        return [parse_key({"kty": "oct", **secret}, "the secret")]
+    text = secret["jwk"]
+    if not isinstance(text, str):
+        text = strict_json.dumps(text)
+    return parse_keys(text, "field jwk of the secret")
