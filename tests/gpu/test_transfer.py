@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -168,3 +171,24 @@ def test_several_devices_in_one_process(folder):
             found = f.get_tensors()
         assert {str(t.device) for t in found.values()} == {f"cuda:{device}" if device == 1 else device}
         assert same(on_host(found), content())
+
+
+CONTEXTS = """
+import sys
+from cuda.bindings import driver
+from tests.unit.device.files import session
+with session(device_kernels=sys.argv[2]).open(sys.argv[1], device="cuda:1") as f:
+    f.get_tensors()
+    f.get_slice("matrix")[3:5]
+print(*(driver.cuDevicePrimaryCtxGetState(driver.cuDeviceGet(i)[1])[2] for i in range(2)))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+@pytest.mark.parametrize("kernels", ["auto", "triton", "cpu"])
+def test_nothing_is_taken_of_the_current_device_where_another_one_is_meant(folder, kernels):
+    pytest.importorskip("cuda.bindings.driver")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", CONTEXTS, folder / "2", kernels]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.split() == ["0", "1"]

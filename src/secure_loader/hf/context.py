@@ -172,14 +172,15 @@ class Context:
         tensors.sort(key=lambda t: natural_key(t[1]))
         self._read_ahead = set(files)
         places = {_spelled(place) for place in self._places()}
-        if places <= {"cpu", "disk"} or not any(file.engine("cuda") for file in files.values()):
+        # One engine serves all files of a session.
+        file = next(iter(files.values()), None)
+        engines = [] if file is None else [file.engine(place) for place in sorted(places - {"cpu", "disk"})]
+        # Any GPU only where upstream has yet to choose one: whoever asks for an engine gets a context on its device.
+        if not engines or not (any(engines) or (file is not None and file.engine("cuda"))):
             options = Options(page_cache=self.session.config.page_cache)
             self.ahead = Prefetch(tensors, framework("pt"), budget, options, at_once=True)
         elif len(places) == 1:
-            place = places.pop()
-            # One engine serves all files of a session.
-            engine = next(file.engine(place) for file in files.values())
-            self.ahead = None if engine is None else DeviceAhead(tensors, framework("pt"), engine, budget)
+            self.ahead = None if engines[0] is None else DeviceAhead(tensors, framework("pt"), engines[0], budget)
 
     def _places(self) -> set[Any]:
         """Devices that tensors go to, as far as upstream has said; ``"auto"`` and the like while it has not."""

@@ -61,6 +61,15 @@ def test_one_device_takes_all_at_once(request, model, publisher, engine, on_the_
     assert engine.device.problems == []
 
 
+def test_no_other_device_is_asked_for(tied, publisher, engine, monkeypatch):
+    """To ask for its engine is to make a context there."""
+    asked: set[str] = set()
+    find = TensorFile.engine
+    monkeypatch.setattr(TensorFile, "engine", lambda self, device: (asked.add(device), find(self, device))[1])
+    AutoModelForCausalLM.from_pretrained(tied.secure, device_map={"": DEVICE}, **publisher.load)
+    assert asked == {str(DEVICE)}
+
+
 def test_in_batches(tied, publisher, engine, on_the_cpu):
     config = publisher.config | {"prefetch_bytes": 100_000}
     secure = AutoModelForCausalLM.from_pretrained(

@@ -56,6 +56,21 @@ def test_sbox_on_every_byte():
     assert [sum((out[i] >> a & 1) << i for i in range(8)) ^ 0x63 for a in range(256)] == [sbox(a) for a in range(256)]
 
 
+def test_host_memory_is_the_hosts_whatever_the_default_device():
+    import torch
+
+    from secure_loader.core.device.triton_place import Gpu, Interpreter
+
+    gpu = Gpu.__new__(Gpu)  # of which nothing else is needed
+    with torch.device("meta"):
+        assert Interpreter().host(8).device.type == "cpu"
+        if torch.cuda.is_available():
+            assert gpu.host(8).is_pinned()
+        else:
+            with pytest.raises(RuntimeError, match=r"driver|accelerator"):
+                gpu.host(8)
+
+
 def test_host_and_kernels_agree():
     from secure_loader.core.device import triton_aes, triton_gcm, triton_ghash, triton_kernels, triton_tables
 

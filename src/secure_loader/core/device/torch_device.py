@@ -5,7 +5,8 @@ Memory comes from torch's own allocators, so that what a load takes is what torc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -103,7 +104,7 @@ class TorchDevice:
     @_typed
     def copy_in(self, host: HostMemory, start: int, memory: Memory, at: int, nbytes: int) -> None:
         """Queue a copy from pinned memory."""
-        with torch.cuda.stream(self._copy):
+        with self._on(self._copy):
             memory.owner[at : at + nbytes].copy_(host.owner[start : start + nbytes], non_blocking=True)
 
     @_typed
@@ -122,14 +123,20 @@ class TorchDevice:
     @_typed
     def move(self, source: Memory, start: int, memory: Memory, at: int, nbytes: int) -> None:
         """Queue a copy within the device."""
-        with torch.cuda.stream(self._compute):
+        with self._on(self._compute):
             memory.owner[at : at + nbytes].copy_(source.owner[start : start + nbytes])
 
     @_typed
     def clear(self, memory: Memory, start: int, nbytes: int) -> None:
         """Queue a memset."""
-        with torch.cuda.stream(self._compute):
+        with self._on(self._compute):
             memory.owner[start : start + nbytes].zero_()
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        # The device first: on its way back to another one, a stream's own block would make a context there.
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
 
     @_typed
     def synchronise(self) -> None:

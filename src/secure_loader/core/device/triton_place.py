@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from ...errors import DeviceError
@@ -61,16 +62,22 @@ class Gpu:
         except (ImportError, RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
             raise DeviceError(f"there is no GPU {index} that PyTorch can use: {error}") from error
 
-    def behind(self, stream: int) -> AbstractContextManager[object]:
+    @contextmanager
+    def behind(self, stream: int) -> Iterator[None]:
         import torch
 
-        external = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
-        return torch.cuda.stream(external)
+        # The device first: on its way back to another one, a stream's own block would make a context there.
+        with torch.cuda.device(self.device):
+            # 0 is the default stream; ExternalStream would take one of torch's own in its place.
+            one = torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(one):
+                yield
 
     def host(self, nbytes: int) -> torch.Tensor:
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        # By name, as the caller may have set another default.
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def mark(self) -> Mark:
         import torch
@@ -95,7 +102,7 @@ class Interpreter:
     def host(self, nbytes: int) -> torch.Tensor:
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def mark(self) -> Mark:
         return _Past()
