@@ -393,13 +393,26 @@ def test_workspaces_are_used_again_and_bounded(driver, kernels):
     for _ in range(5):
         kernels.open(Memory(driver).batch, STREAM).wait()
     assert Counter(driver.calls)["allocate"] == 1
-    memories = [Memory(driver) for _ in range(20)]
+    for _ in range(2):
+        memories = [Memory(driver) for _ in range(32)]
+        for pending in [kernels.open(memory.batch, STREAM) for memory in memories]:
+            pending.wait()
+        # What several threads have under way is not allocated anew by each load, which would wait for all of the device.
+        assert Counter(driver.calls)["allocate"] == 32
+        assert Counter(driver.calls)["free"] == 0
+        for memory in memories:
+            assert memory.found() == memory.plain
+    for pending in [kernels.open(memory.batch, STREAM) for memory in [Memory(driver) for _ in range(40)]]:
+        pending.wait()
+    assert Counter(driver.calls)["free"] == 8
+
+
+def test_idle_workspaces_are_bounded_in_bytes(driver, kernels):
+    keys = 700  # whose schedules take 8 MiB, rounded
+    memories = [Memory(driver, sizes=(1,) * keys, keys=keys) for _ in range(11)]
     for pending in [kernels.open(memory.batch, STREAM) for memory in memories]:
         pending.wait()
-    assert Counter(driver.calls)["allocate"] == 20
-    assert Counter(driver.calls)["free"] == 12
-    for memory in memories:
-        assert memory.found() == memory.plain
+    assert Counter(driver.calls)["free"] == 3
 
 
 def test_a_large_workspace_is_not_kept(driver, kernels):

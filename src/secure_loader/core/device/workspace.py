@@ -13,9 +13,10 @@ from . import abi
 from .driver import Driver
 
 _SMALLEST = 1 << 18
-# A workspace above this was for an uncommon batch and is not kept; eight idle ones of this size are the most that stay.
+# A workspace above this was for an uncommon batch and is not kept.
 _LARGEST_KEPT = 8 << 20
-_IDLE = 8
+# As many as a few threads have under way at a time: to free device memory is to wait for all of the device.
+_IDLE, _IDLE_BYTES = 32, 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,23 +147,27 @@ class Workspaces:
 
     def give(self, one: Workspace) -> None:
         """Take one back. The device is done with it, and it holds no secrets."""
+        surplus = []
         with self._lock:
-            surplus: Workspace | None = one
             if one.device_bytes <= _LARGEST_KEPT and one.host_bytes <= _LARGEST_KEPT:
                 self._idle.append(one)
+            else:
+                surplus.append(one)
+            while len(self._idle) > _IDLE or sum(w.device_bytes for w in self._idle) > _IDLE_BYTES:
                 # The smallest goes: large ones serve every batch.
-                surplus = min(self._idle, key=lambda w: w.device_bytes) if len(self._idle) > _IDLE else None
-                if surplus is not None:
-                    self._idle.remove(surplus)
-        if surplus is not None:
-            surplus.free(self._driver)
+                surplus.append(min(self._idle, key=lambda w: w.device_bytes))
+                self._idle.remove(surplus[-1])
+        self._free(surplus)
 
     def close(self) -> None:
         """Give the idle ones back to the driver, however many of them it refuses."""
         with self._lock:
             idle, self._idle = self._idle, []
+        self._free(idle)
+
+    def _free(self, some: list[Workspace]) -> None:
         with contextlib.ExitStack() as all_of_them:
-            for one in idle:
+            for one in some:
                 all_of_them.callback(one.free, self._driver)
 
 
