@@ -93,3 +93,14 @@ def wipe(buffer: bytearray | memoryview) -> None:
     if view.nbytes == 0:
         return
     ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(view)), 0, view.nbytes)
+
+
+def wipe_bytes(data: bytes) -> None:
+    """Overwrite bytes that a library returned and nobody else has: such objects cannot be changed, only forgotten.
+
+    Args:
+        data: Not used any more by anybody.
+    """
+    if len(data) > 1:  # shorter ones are shared by the whole interpreter
+        # CPython keeps the bytes at the end of the object, and counts one more for a NUL.
+        ctypes.memset(id(data) + bytes.__basicsize__ - 1, 0, len(data))

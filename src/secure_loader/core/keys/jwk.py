@@ -20,6 +20,7 @@ from ...errors import FormatError, KeyAccessError
 from .. import strict_json
 from ..aead import ALGORITHMS, Algorithm
 from ..secrets import Secret
+from .lift import Digits, lift
 
 # RFC 7518 names of the content encryption, the key wrapping of the same name, and CryptoTensors' names.
 _OCT_ALGS = {
@@ -133,29 +134,37 @@ class SigningKey:
 Jwk = MasterKey | SigningKey | VerifyKey
 
 
-def parse_keys(text: bytes | str, what: str) -> list[Jwk]:
+def parse_keys(text: bytes | bytearray | str, what: str) -> list[Jwk]:
     """All keys of a JWK or JWK set.
 
     Args:
-        text: The JSON.
+        text: The JSON. Of a bytearray no part of a private member is copied where it could not be overwritten; it is
+            changed, and to be wiped by the caller.
         what: Where it came from, for messages; no key material.
 
     Raises:
         KeyAccessError: Malformed, of a kind or algorithm that is not ours, or one kid twice.
     """
+    lifted = lift(text) if isinstance(text, bytearray) else {}
     try:
-        doc = strict_json.loads(text, what="JWK", scan=True)
+        doc = strict_json.loads(bytes(text) if isinstance(text, bytearray) else text, what="JWK", scan=True)
     except FormatError as e:
         raise KeyAccessError(f"{what}: {e.message}") from None
     entries = doc.get("keys") if isinstance(doc, dict) and "keys" in doc else [doc]
     if not isinstance(entries, list) or not entries:
         raise KeyAccessError(f"{what}: holds no keys")
-    keys = [parse_key(entry, what) for entry in entries]
+    keys = [parse_key(_restored(entry, lifted), what) for entry in entries]
     kids = [key.kid for key in keys]
     twice = sorted({kid for kid in kids if kids.count(kid) > 1})
     if twice:
         raise KeyAccessError(f"{what}: two keys share the kid {twice[0]!r}")
     return keys
+
+
+def _restored(doc: Any, lifted: Mapping[str, Digits]) -> Any:
+    if not isinstance(doc, Mapping) or not lifted:
+        return doc
+    return {name: lifted.get(value, value) if isinstance(value, str) else value for name, value in doc.items()}
 
 
 def parse_key(doc: Any, what: str) -> Jwk:
@@ -209,18 +218,22 @@ def _check_use(doc: Mapping[str, Any], kid: str, use: str, ops: set[str], what: 
 
 
 def _decode(text: Any, length: int, what: str) -> bytearray:
-    if not isinstance(text, str):
+    if not isinstance(text, (str, Digits)):
         raise KeyAccessError(f"{what} is missing or not a string")
-    if set(text) & set("+/") and set(text) & set("-_"):
+    if text.mixed() if isinstance(text, Digits) else set(text) & set("+/") and set(text) & set("-_"):
         raise KeyAccessError(f"{what} mixes the two alphabets of base64")
-    padded = text.rstrip("=").replace("-", "+").replace("_", "/")
     try:
-        data = bytearray(base64.b64decode(padded + "=" * (-len(padded) % 4), validate=True))
+        data = text.decode() if isinstance(text, Digits) else _decode_text(text)
     except (binascii.Error, ValueError):
         raise KeyAccessError(f"{what} is not base64") from None
     if len(data) != length:
         raise KeyAccessError(f"{what} has {len(data)} bytes instead of {length}")
     return data
+
+
+def _decode_text(text: str) -> bytearray:
+    padded = text.rstrip("=").replace("-", "+").replace("_", "/")
+    return bytearray(base64.b64decode(padded + "=" * (-len(padded) % 4), validate=True))
 
 
 def _check(kid: object, secret: Secret, length: int) -> None:

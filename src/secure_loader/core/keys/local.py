@@ -2,58 +2,92 @@
 
 from __future__ import annotations
 
+import abc
+import ctypes
 import os
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from ...errors import ConfigError, KeyAccessError, SourceError
-from ..secrets import wipe
+from ..secrets import wipe, wipe_bytes
 from ..source import FileSource
+from .held import held
 from .jwk import Jwk, MasterKey, SigningKey, parse_keys
-from .provider import KeyRequest, LocalUnwrapper, Unwrapper, split_reference
+from .provider import KeyRequest, LocalUnwrapper, Unwrapper, provider, split_reference
 
 MAX_KEY_FILE = 64 * 1024
+# Schemes of local sources.
+LOCAL = ("file", "env", "fd", "passphrase", "age")
 _SUFFIXES = (".json", ".jwk", ".jwks")
 
 _K = TypeVar("_K", MasterKey, SigningKey)
-_env_lock = threading.Lock()
-_env_seen: dict[str, list[Jwk]] = {}
 
 
-class FileProvider:
-    """Private JWK files, and folders of them."""
+class LocalProvider(abc.ABC):
+    """A provider that brings the keys themselves into this process, whence they can also be used to write."""
+
+    @abc.abstractmethod
+    def keys(self, reference: str) -> list[Jwk]:
+        """All keys behind a reference.
+
+        Args:
+            reference: Everything behind ``scheme:``.
+
+        Raises:
+            KeyAccessError: Missing, kept carelessly, or malformed.
+        """
 
     def resolve(self, reference: str, request: KeyRequest) -> Unwrapper | None:
-        """See :meth:`core.keys.provider.KeyProvider.resolve`; ``reference`` is a path or the rest of a file URI."""
-        return _pick(read_keys(path_of(reference)), request)
+        """See :meth:`core.keys.provider.KeyProvider.resolve`."""
+        return _pick(self.keys(reference), request)
 
 
-class EnvProvider:
+class FileProvider(LocalProvider):
+    """Private JWK files, and folders of them."""
+
+    def keys(self, reference: str) -> list[Jwk]:
+        """See :meth:`LocalProvider.keys`; ``reference`` is a path or the rest of a file URI."""
+        return read_keys(path_of(reference))
+
+
+class EnvProvider(LocalProvider):
     """A JWK or JWK set in an environment variable.
 
     The variable is removed once it was read, so that child processes and crash reports do not inherit it; this
     process remembers the key. Give long-lived children a file instead.
     """
 
-    def resolve(self, reference: str, request: KeyRequest) -> Unwrapper | None:
-        """See :meth:`core.keys.provider.KeyProvider.resolve`; ``reference`` is the variable's name."""
-        return _pick(_from_environment(reference), request)
+    def keys(self, reference: str) -> list[Jwk]:
+        """See :meth:`LocalProvider.keys`; ``reference`` is the variable's name."""
+        name = f"env:{reference}"
+        with held() as table:
+            if reference in os.environ:
+                table[name] = parse(take_variable(reference), f"environment variable {reference}")
+            keys = table.get(name)
+        if not isinstance(keys, list):
+            raise KeyAccessError(
+                f"environment variable {reference} is not set",
+                hint="it is removed once it was read; a child process needs the key in a file",
+            )
+        return keys
 
 
-def _from_environment(variable: str) -> list[Jwk]:
-    with _env_lock:
-        if variable in os.environ:
-            _env_seen[variable] = _parse(os.environ.pop(variable), f"environment variable {variable}")
-        keys = _env_seen.get(variable)
-    if keys is None:
-        raise KeyAccessError(
-            f"environment variable {variable} is not set",
-            hint="it is removed once it was read; a child process needs the key in a file",
-        )
-    return keys
+def take_variable(name: str) -> bytearray:
+    """The value of an environment variable that is set, which is removed.
+
+    What the process was started with is overwritten as well, so that ``/proc/PID/environ`` does not show it any more.
+    """
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    place = libc.getenv(os.fsencode(name))
+    if place is not None:
+        ctypes.memset(place, 0, libc.strlen(ctypes.c_void_p(place)))
+    value = os.environb.pop(os.fsencode(name))
+    data = bytearray(value)
+    wipe_bytes(value)
+    return data
 
 
 def _pick(keys: list[Jwk], request: KeyRequest) -> Unwrapper | None:
@@ -103,18 +137,17 @@ def read_keys(path: Path) -> list[Jwk]:
 
 
 def keys_at(reference: str) -> list[Jwk]:
-    """All keys behind a plain path, a ``file:`` or an ``env:`` reference: those that can be used to write.
+    """All keys behind a reference to a local source: those that can be used to write.
 
     Raises:
         ConfigError: A reference of another kind.
         KeyAccessError: Missing, kept carelessly, or malformed.
     """
     scheme, rest = split_reference(reference)
-    if scheme == "env":
-        return _from_environment(rest)
-    if scheme != "file":
-        raise ConfigError(f"a {scheme}: reference cannot be used to write; file: and env: can")
-    return read_keys(path_of(rest))
+    found = provider(scheme) if scheme in LOCAL else None
+    if not isinstance(found, LocalProvider):
+        raise ConfigError(f"a {scheme}: reference cannot be used to write; {', '.join(LOCAL)} references can")
+    return found.keys(rest)
 
 
 def find_signing_key(paths: list[Path], name: str | None = None) -> SigningKey:
@@ -172,7 +205,7 @@ def key_files(folder: Path) -> Iterator[Path]:
 
 
 def _read_file(path: Path) -> list[Jwk]:
-    return _parse(read_private(path), str(path))
+    return parse(read_private(path), str(path))
 
 
 def read_private(path: Path, what: str = "key file") -> bytearray:
@@ -189,7 +222,7 @@ def read_private(path: Path, what: str = "key file") -> bytearray:
     try:
         with FileSource(path, follow=False) as source:
             # What was looked at by name may have been replaced since; what counts is what is open.
-            _check_private(os.fstat(source.fileno()), path, what)
+            check_private_info(os.fstat(source.fileno()), path, what)
             if source.size > MAX_KEY_FILE:
                 raise KeyAccessError(f"{what} is larger than {MAX_KEY_FILE} bytes", path=path)
             data = bytearray(source.size)
@@ -199,17 +232,18 @@ def read_private(path: Path, what: str = "key file") -> bytearray:
     return data
 
 
-def _parse(text: str | bytearray, what: str) -> list[Jwk]:
-    """As parse_keys, but what it raises has no frame that holds the text: crash reporters show local variables."""
+def parse(text: bytearray, what: str) -> list[Jwk]:
+    """As :func:`core.keys.jwk.parse_keys`, but wipes the text, and what it raises has no frame that holds any of it:
+    crash reporters show local variables.
+    """
     try:
-        keys = parse_keys(text if isinstance(text, str) else bytes(text), what)
+        keys = parse_keys(text, what)
     except KeyAccessError as e:
         message, hint = e.message, e.hint
     else:
         return keys
     finally:
-        if isinstance(text, bytearray):
-            wipe(text)
+        wipe(text)
         del text
     raise KeyAccessError(message, hint=hint)
 
@@ -224,10 +258,11 @@ def check_private(path: Path, what: str = "key file") -> None:
         info = os.lstat(path)
     except OSError as e:
         raise KeyAccessError(f"{what} cannot be read: {e.strerror}", path=path) from None
-    _check_private(info, path, what)
+    check_private_info(info, path, what)
 
 
-def _check_private(info: os.stat_result, path: Path, what: str) -> None:
+def check_private_info(info: os.stat_result, path: Path, what: str) -> None:
+    """As :func:`check_private`, for a file that is open. Raises KeyAccessError."""
     if not stat.S_ISREG(info.st_mode):
         raise KeyAccessError(f"{what} is a link or not a regular file", path=path)
     if info.st_uid not in (0, os.geteuid()):

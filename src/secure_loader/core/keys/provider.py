@@ -30,6 +30,9 @@ ENTRY_POINTS = "secure_loader.key_providers"
 BUILT_IN = {
     "file": "local:FileProvider",
     "env": "local:EnvProvider",
+    "fd": "descriptor:DescriptorProvider",
+    "passphrase": "passphrase:PassphraseProvider",
+    "age": "age:AgeProvider",
     "https": "https:HttpsProvider",
     "vault": "vault:VaultProvider",
 }
@@ -256,4 +259,4 @@ def provider(scheme: str) -> KeyProvider:
 def key_check_value(master: Secret, file_id: bytes) -> bytes:
     """16 bytes that tell a wrong master key before any tensor is touched, and say nothing else about it."""
     kdf = HKDF(algorithm=hashes.SHA256(), length=16, salt=file_id, info=b"secure_loader kcv v1")
-    return kdf.derive(bytes(master.reveal()))
+    return kdf.derive(master.reveal())
