@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ..core.keys.asking import may_ask
 from ..errors import SecureLoaderError, SourceError
 from .arguments import Arguments, make_parser
 from .output import Output, drop_stdout
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = make_parser().parse_args(words, Arguments())
             out.configure(args)
-            with _logging(out):
+            with _logging(out), may_ask():
                 _command(args.run)(args, out)
         except SystemExit as e:  # --help and --version have printed what was asked for
             code = e.code if isinstance(e.code, int) else 0

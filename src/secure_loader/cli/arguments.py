@@ -116,6 +116,17 @@ def _keygen(commands: _Commands) -> None:
     p.add_argument("name", metavar="NAME", help="letters, digits, dots, dashes and underscores; at most 64")
     p.add_argument("--algorithm", choices=ALGORITHMS, default=ALGORITHMS[0], help="AEAD (default: %(default)s)")
     _models(p, "which model ids this machine trusts the new signer with (default: every model)")
+    secret = p.add_mutually_exclusive_group()
+    secret.add_argument(
+        "--passphrase",
+        action="store_true",
+        help="encrypt the file of the master key under a passphrase, which is asked for twice",
+    )
+    secret.add_argument(
+        "--passphrase-file",
+        metavar="FILE",
+        help="likewise, under the passphrase in a file that only you can read, or behind fd:N",
+    )
     p.add_argument(
         "--force",
         action="store_true",
@@ -345,7 +356,7 @@ def _keys(parser: argparse.ArgumentParser, text: str = "where the master key is"
         "--keys",
         metavar="REF",
         action="append",
-        help=f"{text}: a path, file:PATH or env:NAME, never the key itself; may be repeated (default: SECURE_LOADER_KEYS "
+        help=f"{text}: a path, or SCHEME:WHERE (docs/keys.md), never the key itself; may be repeated (default: SECURE_LOADER_KEYS "
         "and the home folder)",
     )
 

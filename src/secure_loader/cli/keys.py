@@ -10,6 +10,8 @@ from typing import Any
 
 from ..core import strict_json, trust_files
 from ..core.keys.generate import NewKeys, generate_keys
+from ..core.keys.passphrase import ask_for_new, check_new, read_passphrase
+from ..core.secrets import Secret
 from ..core.source import read_small_file
 from ..core.trust import MAX_TRUST_FILE, TrustedSigner, parse_time, parse_trusted, read_trust_file
 from ..errors import ConfigError, FormatError, KeyAccessError, SecureLoaderError
@@ -19,7 +21,13 @@ from .output import Output, clean, facts, table
 
 def keygen(args: Arguments, out: Output) -> None:
     """``keygen NAME``."""
-    made = generate_keys(args.name, algorithm=args.algorithm, models=_patterns(args.models) or ("*",), force=args.force)
+    made = generate_keys(
+        args.name,
+        algorithm=args.algorithm,
+        models=_patterns(args.models) or ("*",),
+        passphrase=_new_passphrase(args),
+        force=args.force,
+    )
     if made.replaced:
         out.warn(
             f"replaced the keys named {made.name!r}. Models encrypted with the old key no longer load, and models "
@@ -29,8 +37,15 @@ def keygen(args: Arguments, out: Output) -> None:
     out.result(asdict(made), _new_keys(made, out), report=True)
 
 
+def _new_passphrase(args: Arguments) -> Secret | None:
+    if args.passphrase_file is not None:
+        return check_new(read_passphrase(args.passphrase_file))
+    return ask_for_new() if args.passphrase else None
+
+
 def _new_keys(made: NewKeys, out: Output) -> list[str]:
     folder = made.key_file.parent
+    sealed = ["", f"The passphrase opens it: SECURE_LOADER_KEYS=passphrase:{made.key_file}"] if made.encrypted else []
     return [
         out.paint(f"Made keys for {made.name} in {clean(str(folder.parent))}", "bold"),
         *facts(
@@ -49,6 +64,7 @@ def _new_keys(made: NewKeys, out: Output) -> list[str]:
                 [_under(made.signing_key_file), "nobody: who has it can sign in your name"],
             ],
         ),
+        *sealed,
     ]
 
 

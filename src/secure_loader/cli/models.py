@@ -16,7 +16,8 @@ from ..core.envelope import Policy
 from ..core.export import decrypt_model
 from ..core.inspection import FileSummary, Inspection
 from ..core.keys.jwk import MasterKey, SigningKey
-from ..core.keys.local import keys_at
+from ..core.keys.local import LOCAL, keys_at
+from ..core.keys.provider import split_reference
 from ..core.policy import enforce
 from ..core.rewrap import rewrap_model
 from ..core.secrets import looks_like_key
@@ -93,7 +94,9 @@ def _own_keys(args: Arguments) -> tuple[MasterKey, SigningKey]:
 
 
 def _is_reference(value: str | None) -> bool:
-    return value is not None and not looks_like_key(value) and ("/" in value or value.startswith(("file:", "env:")))
+    if value is None or looks_like_key(value):
+        return False
+    return "/" in value or (":" in value and split_reference(value)[0] in LOCAL)
 
 
 def _only(kind: type[_K], reference: str) -> _K:

@@ -9,15 +9,17 @@ import json
 import os
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from secure_loader.core import atomic
 from secure_loader.core.aead import ALGORITHMS
-from secure_loader.core.keys import generate
+from secure_loader.core.keys import generate, scrypt_file
 from secure_loader.core.keys.jwk import MasterKey, SigningKey
 from secure_loader.core.keys.local import read_keys
+from secure_loader.core.secrets import Secret
 from secure_loader.core.trust import read_trust_file
 from secure_loader.errors import WriteError
 
@@ -163,7 +165,8 @@ def test_models_of_replaced_keys_load_again_when_they_are_put_back(cli, encrypte
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("force", [False, True])
-def test_all_files_or_none(cli, home, monkeypatch, failing, force):
+@pytest.mark.parametrize("sealed", [False, True])
+def test_all_files_or_none(cli, home, monkeypatch, phrase_file, quick, failing, force, sealed):
     if force:
         cli("keygen", "alice")
     before = snapshot(home)
@@ -176,7 +179,8 @@ def test_all_files_or_none(cli, home, monkeypatch, failing, force):
         atomic.write_bytes(path, data, **options)
 
     monkeypatch.setattr(generate, "write_bytes", write_bytes)
-    cli("keygen", "alice", *(["--force"] if force else []), code=7)
+    more = [*(["--force"] if force else []), *(["--passphrase-file", phrase_file] if sealed else [])]
+    cli("keygen", "alice", *more, code=7)
     assert snapshot(home) == before
 
 
@@ -230,3 +234,119 @@ def test_key_bytes_are_as_random_as_the_system(cli, home, monkeypatch):
     cli("keygen", "alice")
     k = json.loads((home / "keys" / "alice.enc.jwk").read_text())["k"]
     assert base64.urlsafe_b64decode(k + "=") == b"\x07" * 32
+
+
+PHRASE = "correct horse battery staple"
+
+
+@pytest.fixture
+def phrase_file(tmp_path):
+    path = tmp_path / "phrase"
+    path.write_text(PHRASE + "\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """As little work as is allowed."""
+    monkeypatch.setattr(
+        generate, "seal", lambda text, phrase: scrypt_file.seal(text, phrase, work=scrypt_file.MIN_WORK)
+    )
+
+
+def test_a_master_key_under_a_passphrase(cli, home, model, phrase_file, quick, monkeypatch):
+    result = cli("keygen", "alice", "--passphrase-file", phrase_file)
+    sealed = home / "keys" / "alice.enc.jwk.age"
+    assert f"SECURE_LOADER_KEYS=passphrase:{sealed}" in result.out
+    assert {p.name for p in (home / "keys").iterdir()} == {"alice.enc.jwk.age", "alice.sign.jwk"}
+    assert mode(sealed) == 0o600
+    assert sealed.read_text().startswith("-----BEGIN AGE ENCRYPTED FILE-----\n")
+    refused = cli("encrypt", model, "enc", "-k", "alice", code=5)
+    assert f"name it as passphrase:{sealed}" in refused.err
+    assert "nobody to ask" in cli("encrypt", model, "enc", "-k", f"passphrase:{sealed}", code=5).err
+    monkeypatch.setenv("SECURE_LOADER_PASSPHRASE_FILE", str(phrase_file))
+    cli("encrypt", model, "enc", "-k", f"passphrase:{sealed}", "--signing-key", "alice")
+    assert "no master key with kid" in cli("decrypt", "enc", "plain", code=5).err
+    cli("decrypt", "enc", "plain", "--keys", f"passphrase:{sealed}")
+    phrase_file.write_text("another passphrase")
+    assert (
+        "the passphrase is wrong, or the file was altered"
+        in cli("decrypt", "enc", "again", "--keys", f"passphrase:{sealed}", code=5).err
+    )
+
+
+def test_a_passphrase_from_a_descriptor(command, home):
+    done = command("keygen", "alice", "--passphrase-file", "fd:0", stdin=PHRASE.encode())
+    assert PHRASE not in done.out + done.err
+    assert (home / "keys" / "alice.enc.jwk.age").exists()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_name_is_one_key_however_it_is_kept(cli, home, phrase_file, quick, first):
+    sealed = ["--passphrase-file", phrase_file]
+    cli("keygen", "alice", *(sealed if first else []))
+    before = snapshot(home)
+    cli("keygen", "alice", *([] if first else sealed), code=7)
+    assert snapshot(home) == before
+    assert "replaced" in cli("keygen", "alice", *([] if first else sealed), "--force").err
+    names = {p.name for p in (home / "keys").iterdir() if "replaced" not in p.name}
+    assert names == {"alice.enc.jwk" if first else "alice.enc.jwk.age", "alice.sign.jwk"}
+    assert set(before.values()) <= set(snapshot(home).values())
+
+
+@pytest.mark.parametrize(("text", "code"), [("short", 2), ("", 5)])
+def test_refuses_a_passphrase_that_is_none(cli, home, phrase_file, text, code):
+    phrase_file.write_text(text)
+    cli("keygen", "alice", "--passphrase-file", phrase_file, code=code)
+    phrase_file.chmod(0o644)
+    assert "passphrase file can be read by others" in cli("keygen", "a", "--passphrase-file", phrase_file, code=5).err
+    assert not home.exists()
+
+
+def test_there_has_to_be_somebody_to_ask(home, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "secure_loader", "keygen", "alice", "--passphrase"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        start_new_session=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert b"there is no terminal" in done.stderr
+
+
+ON_A_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "secure_loader", *sys.argv[1:]])
+"""
+
+
+def on_a_terminal(words, answers):
+    """Run a command on a terminal of its own; each answer is typed when it is asked for. Returns code and output."""
+    ours, theirs = os.openpty()
+    child = subprocess.Popen([sys.executable, "-c", ON_A_TERMINAL, *words], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    said = b""
+    answers = list(answers)
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # nobody has the other end any more
+            break
+        said += piece
+        if answers and said.count(b": ") > said.count(b"\n") and said.rstrip().endswith(answers[0][0]):
+            os.write(ours, answers.pop(0)[1] + b"\n")
+    os.close(ours)
+    return child.wait(timeout=60), said
+
+
+def test_a_passphrase_typed_on_a_terminal(home, tmp_path):
+    typed = [(b"New passphrase:", PHRASE.encode()), (b"Once more:", PHRASE.encode())]
+    code, said = on_a_terminal(["keygen", "alice", "--passphrase"], typed)
+    assert code == 0, said
+    assert PHRASE.encode() not in said
+    data = (home / "keys" / "alice.enc.jwk.age").read_bytes()
+    assert b'"kty": "oct"' in scrypt_file.unseal(data, Secret(PHRASE.encode()))

@@ -20,6 +20,7 @@ from ..secrets import Secret, wipe
 from ..trust import TrustedSigner
 from ..trust_files import check_name, document_bytes, trust_file
 from .jwk import MasterKey, SigningKey
+from .scrypt_file import seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,11 @@ class NewKeys:
         signing_key_id: kid of the signing key.
         thumbprint: RFC 7638 thumbprint of the public signing key.
         models: Patterns of the model ids that the signing key is trusted with here.
-        key_file: Private JWK of the master key.
+        key_file: Private JWK of the master key, encrypted where a passphrase was given.
         signing_key_file: Private JWK of the signing key.
         trust_file: Public half of the signing key, for everybody.
         replaced: Where the files of an earlier pair of that name were put.
+        encrypted: Whether the master key is under a passphrase.
     """
 
     name: str
@@ -49,10 +51,16 @@ class NewKeys:
     signing_key_file: Path
     trust_file: Path
     replaced: tuple[Path, ...]
+    encrypted: bool
 
 
 def generate_keys(
-    name: str, *, algorithm: str = "aes256gcm", models: tuple[str, ...] = ("*",), force: bool = False
+    name: str,
+    *,
+    algorithm: str = "aes256gcm",
+    models: tuple[str, ...] = ("*",),
+    passphrase: Secret | None = None,
+    force: bool = False,
 ) -> NewKeys:
     """Make a master key and a signing key, and trust the latter on this machine.
 
@@ -63,6 +71,7 @@ def generate_keys(
         name: Names the files; part of the kids, which are unique all the same.
         algorithm: AEAD of the master key.
         models: Patterns of model ids that the new signer may sign, for this machine's trust store.
+        passphrase: Encrypt the master key's file under it.
         force: Put an earlier pair of that name aside.
 
     Raises:
@@ -80,9 +89,12 @@ def generate_keys(
     master = MasterKey(f"{name}-enc-{token}", ALGORITHMS[algorithm], _random(ALGORITHMS[algorithm].key_bytes))
     signing = SigningKey(f"{name}-sign-{secrets.token_hex(4)}", _random(32))
     signer = TrustedSigner(name, signing.verify_key(), models)
-    key_file, signing_file = keys_dir() / f"{name}.enc.jwk", keys_dir() / f"{name}.sign.jwk"
+    plain_file, sealed_file = keys_dir() / f"{name}.enc.jwk", keys_dir() / f"{name}.enc.jwk.age"
+    key_file, other_file = (plain_file, sealed_file) if passphrase is None else (sealed_file, plain_file)
+    signing_file = keys_dir() / f"{name}.sign.jwk"
     files = [
-        (key_file, _private_json(master), 0o600),
+        (key_file, _private_json(master, passphrase), 0o600),
+        (other_file, None, 0o600),
         (signing_file, _private_json(signing), 0o600),
         (trust_file(name), bytearray(document_bytes(signer)), 0o644),
     ]
@@ -92,7 +104,7 @@ def generate_keys(
             replaced = _write_all(files, token)
     finally:
         for _, data, _ in files:
-            wipe(data)
+            wipe(data or bytearray())
     return NewKeys(
         name=name,
         algorithm=algorithm,
@@ -104,6 +116,7 @@ def generate_keys(
         signing_key_file=signing_file,
         trust_file=trust_file(name),
         replaced=replaced,
+        encrypted=passphrase is not None,
     )
 
 
@@ -111,8 +124,14 @@ def _random(length: int) -> Secret:
     return Secret(bytearray(os.urandom(length)))
 
 
-def _private_json(key: MasterKey | SigningKey) -> bytearray:
-    return bytearray(json.dumps(key.document(), indent=2).encode() + b"\n")
+def _private_json(key: MasterKey | SigningKey, passphrase: Secret | None = None) -> bytearray:
+    text = bytearray(json.dumps(key.document(), indent=2).encode() + b"\n")
+    if passphrase is None:
+        return text
+    try:
+        return bytearray(seal(text, passphrase))
+    finally:
+        wipe(text)
 
 
 @contextlib.contextmanager
@@ -153,8 +172,11 @@ def _refuse_existing(name: str, paths: list[Path], *, force: bool) -> None:
         )
 
 
-def _write_all(files: list[tuple[Path, bytearray, int]], token: str) -> tuple[Path, ...]:
-    """Write all files or leave everything as it was; returns where earlier ones were put."""
+def _write_all(files: list[tuple[Path, bytearray | None, int]], token: str) -> tuple[Path, ...]:
+    """Write all files or leave everything as it was; returns where earlier ones were put.
+
+    Files without data are put aside, and nothing takes their place.
+    """
     aside: dict[Path, Path] = {}
     written: list[Path] = []
     try:
@@ -164,8 +186,11 @@ def _write_all(files: list[tuple[Path, bytearray, int]], token: str) -> tuple[Pa
                 # A second name first, then the exchange: the old key is never without a name.
                 os.link(path, kept, follow_symlinks=False)
                 aside[path] = kept
-            write_bytes(path, data, mode=mode)
-            written.append(path)
+                if data is None:
+                    path.unlink()
+            if data is not None:
+                write_bytes(path, data, mode=mode)
+                written.append(path)
     except BaseException as e:
         for path in {*written, *aside}:
             if path in aside:

@@ -167,6 +167,11 @@ def find_signing_key(paths: list[Path], name: str | None = None) -> SigningKey:
 def find_master_key(paths: list[Path], name: str | None = None) -> MasterKey:
     """The one master key of some key files and folders; as :func:`find_signing_key`."""
     hits = [k for k in _all(paths, name) if isinstance(k, MasterKey)]
+    if not hits:
+        for sealed in (s for path in paths for s in sorted(path.glob(f"{name or '*'}.enc.jwk.age"))):
+            raise KeyAccessError(
+                "the master key is encrypted under a passphrase", hint=f"name it as passphrase:{sealed}"
+            )
     return _only(hits, "master key", name)
 
 
