@@ -9,17 +9,12 @@ NOT_IN_THIS_RELEASE = {
     32: "no https: key source",
     33: "no kbs: key source",
     34: "no network key source",
-    52: "no Rego engine: any policy but the trivial one is denied unread (51)",
-    53: "no Rego engine",
-    54: "no rule depends on time but not_after, which trusts the clock",
-    55: "no Rego engine, so no input",
     68: "no locked memory, no switch against core dumps",
     71: "no native code, and no release to attest yet",
 }
 
 TESTED_ELSEWHERE = {
     48: "test_ciphertext_is_as_long_as_the_tensor",
-    56: "test_a36_no_key_is_asked_for_before_signature_and_policy",
     66: "test_a_key_object_has_the_length_of_its_algorithm",
     69: "test_plain_save_of_a_secure_model_warns_once",
     72: "test_an_unknown_scheme",

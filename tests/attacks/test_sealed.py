@@ -11,8 +11,6 @@ import pytest
 from secure_loader.core import aead
 from secure_loader.core.aead import ALGORITHMS, chunk_nonce, open_into, seal_into
 from secure_loader.core.archive import Archive
-from secure_loader.core.envelope import Policy
-from secure_loader.core.policy import ALLOW_ALL, enforce
 from secure_loader.core.seal import PlainTensor, Publication, write_file
 from secure_loader.core.secrets import Secret
 from secure_loader.errors import (
@@ -20,7 +18,6 @@ from secure_loader.errors import (
     ConfigError,
     FormatError,
     KeyAccessError,
-    PolicyDeniedError,
     SignatureError,
 )
 from tests.attacks.kit import (
@@ -424,47 +421,6 @@ def test_a50_a_tensor_beyond_the_limit_of_gcm(tmp_path):
     with refused(ConfigError, "tensor 'huge'", "too large for version 1"):
         write_file(tmp_path / "x", [tensor], {}, publication)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "allow = true",
-        "package model",
-        "package other\nallow = true",
-        "package model\nallow = false",
-        "package model\ndefault allow = false\nallow { input.x }",
-        'package model\nallow = "true"',
-        "package model\nallow = 1",
-        "package model\nallow = true\nallow = false",
-        "package model\nallow = true { false }",
-        "package model\nallow = true # comment",
-        "# comment\npackage model\nallow = true",
-        "package model\nallow",
-        "package model\nallow == true",
-        "package model\nallow = true\n}",
-        "package model\nimport rego.v1\nallow := true",
-        "package model\nallow = trues",
-        "packagemodel\nallow = true",
-        "package model\nallow = true;deny",
-    ],
-)
-def test_a51_every_policy_but_the_trivial_one_is_denied(tmp_path, text):
-    with refused(PolicyDeniedError, "data.model.allow"):
-        enforce(Policy(text, ALLOW_ALL))
-    path = build_file(tmp_path / "x.safetensors", policy=Policy(text, ALLOW_ALL))
-    victim = Victim()
-    with refused(PolicyDeniedError, victim=victim, place=path):
-        victim.open(path)
-
-
-@pytest.mark.parametrize(
-    "text", [ALLOW_ALL, "package model\n\ndefault allow = true\n", " package model\n allow := true "]
-)
-def test_a51_the_trivial_policy_is_allowed(text):
-    enforce(Policy(text, "anything: it is for the key broker"))
 
 
 def test_a51_policies_that_are_no_texts(tmp_path):

@@ -76,7 +76,7 @@ def make_parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"secure-loader {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
-    for add in (_keygen, _trust, _encrypt, _decrypt, _verify, _inspect, _rewrap, _bench, _env, _config):
+    for add in (_keygen, _trust, _encrypt, _decrypt, _verify, _inspect, _rewrap, _policy, _bench, _env, _config):
         add(commands)
     return parser
 
@@ -225,6 +225,12 @@ def _encrypt(commands: _Commands) -> None:
         help="keep model.safetensors instead of model.secure.safetensors; readers that do not know encryption then "
         "load noise instead of finding nothing",
     )
+    p.add_argument(
+        "--policy",
+        metavar="FILE",
+        help="embed the Rego policy of FILE, which decides on the user's machine whether the model loads; it is linted, and "
+        "tested with the cases beside it (default: it loads)",
+    )
     _force_folder(p)
 
 
@@ -285,6 +291,36 @@ def _rewrap(commands: _Commands) -> None:
     p.add_argument("--release", metavar="N", type=int, help="the new release (default: as it is)")
     _keys(p, "where the old master key is")
     _trusting(p)
+
+
+def _policy(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "policy",
+        help="lint and test a policy before it is embedded",
+        description=_wrap("Policies say who may load a model, and are embedded by: encrypt --policy FILE."),
+        epilog="examples:\n  secure-loader policy lint licence.rego\n  secure-loader policy test licence.rego\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
+    p = _command(
+        actions,
+        "lint",
+        "policy:lint",
+        "Check that a policy parses, denies by default, and uses nothing that a local policy may not.",
+        "secure-loader policy lint licence.rego",
+    )
+    p.add_argument("file", metavar="FILE", help="a policy in Rego, of at most 64 KiB")
+    p = _command(
+        actions,
+        "test",
+        "policy:test",
+        "Lint a policy, and see what it says in the cases that you thought of.",
+        "secure-loader policy test licence.rego\nsecure-loader policy test licence.rego my.cases.json --json",
+        "Cases are a JSON list of objects with name, expect (allow or deny) and input.",
+    )
+    p.add_argument("file", metavar="FILE", help="a policy in Rego, of at most 64 KiB")
+    p.add_argument("cases", metavar="CASES", nargs="?", help="its cases (default: licence.cases.json for licence.rego)")
 
 
 def _bench(commands: _Commands) -> None:

@@ -12,17 +12,16 @@ from typing import Any, TypeVar
 
 from ..core import inspection, trust_files
 from ..core.aead import CHUNK_SIZE
-from ..core.envelope import Policy
 from ..core.export import decrypt_model
 from ..core.inspection import FileSummary, Inspection
 from ..core.keys.jwk import MasterKey, SigningKey
 from ..core.keys.local import LOCAL, keys_at
 from ..core.keys.provider import split_reference
-from ..core.policy import enforce
+from ..core.policy import is_trivial
 from ..core.rewrap import rewrap_model
 from ..core.secrets import looks_like_key
 from ..core.writer import ModelReport, encrypt_model, resolve_master, resolve_signing
-from ..errors import ConfigError, KeyAccessError, PolicyDeniedError
+from ..errors import ConfigError, KeyAccessError
 from .arguments import Arguments
 from .output import Output, clean, count, facts, human_bytes, human_seconds, table
 
@@ -45,6 +44,7 @@ def encrypt(args: Arguments, out: Output) -> None:
         include=args.include,
         exclude=args.exclude,
         keep_names=args.keep_names,
+        policy=args.policy,
         force=args.force,
         progress=out.progress,
     )
@@ -241,13 +241,9 @@ def _format(file: FileSummary) -> str:
 
 
 def _policy(file: FileSummary) -> str:
-    if file.local_policy is None:
+    if file.local_policy is None or is_trivial(file.local_policy):
         return ""
-    try:
-        enforce(Policy(file.local_policy, ""))
-    except PolicyDeniedError:
-        return f"{len(file.local_policy):,} characters of Rego, which this release cannot evaluate and therefore denies"
-    return ""
+    return f"{len(file.local_policy):,} characters of Rego, evaluated when the model is loaded"
 
 
 def _who(kid: str, out: Output) -> tuple[list[str], str]:

@@ -141,7 +141,7 @@ class Session:
         verified = verify_header(header, envelope, self.trust)
         if profile is not None:
             check_release(profile.model_id, verified.signer.key.thumbprint(), profile.release)
-        policy.enforce(envelope.policy)
+        policy.enforce(verified)
         return verified
 
     def open(

@@ -41,6 +41,8 @@ def test_there_is_what_the_design_lists():
         "verify",
         "inspect",
         "rewrap",
+        "policy lint",
+        "policy test",
         "bench",
         "env",
         "config show",

@@ -1,0 +1,128 @@
+"""Asking the policy engine: one short-lived child process for each answer.
+
+The engine is native code that parses and evaluates what a publisher wrote. It was seen to crash on recursion, to take
+exponential time on brackets, and to answer wrongly for inputs made in Python. So it never runs in this process, gets text
+only, has little memory and time, can open neither files nor sockets, and shows with every answer that it is right about a
+corpus of cases. Whatever goes wrong, the answer is no.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from ..errors import ConfigError, PolicyDeniedError
+from .policy_corpus import CORPUS
+
+RULE = "data.model.allow"
+MAX_POLICY = 64 * 1024
+SECONDS = 5.0
+INSTALL = "pip install 'secure-loader[policy]'"
+_CHILD = os.path.join(os.path.dirname(__file__), "policy_child.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a policy is made of.
+
+    Attributes:
+        package: Its package; must be ``model``.
+        default: What ``allow`` is by default: a boolean, ``"other"``, or None where nothing says.
+        rules: Names of its other rules, the first 32.
+        forbidden: What no local policy may use, and this one does.
+        clock: Whether it reads the engine's clock instead of the input's time.
+    """
+
+    package: str
+    default: bool | str | None
+    rules: tuple[str, ...]
+    forbidden: tuple[str, ...]
+    clock: bool
+
+
+def decide(text: str, document: str) -> None:
+    """Let a policy pass that says ``true``.
+
+    Args:
+        text: Rego.
+        document: The input, as JSON text: the engine's binding turns Python's False into a number, which is true.
+
+    Raises:
+        PolicyDeniedError: The policy says anything else, cannot be evaluated, or there is no engine that can be relied on.
+    """
+    answer = _ask(text, document)
+    if answer != "true":
+        raise PolicyDeniedError(f"the local policy does not allow this load: {RULE} {_shown(answer)}")
+
+
+def examine(text: str) -> Facts:
+    """Parse a policy.
+
+    Raises:
+        ConfigError: It is no policy, or there is no engine.
+    """
+    try:
+        answer = _ask(text, None)
+    except PolicyDeniedError as e:
+        raise ConfigError(e.message, hint=e.hint) from None
+    if not answer.startswith("{"):
+        raise ConfigError(f"the policy {_shown(answer)}")
+    doc: dict[str, Any] = json.loads(answer)
+    return Facts(doc["package"], doc["default"], tuple(doc["rules"]), tuple(doc["forbidden"]), doc["clock"])
+
+
+def _ask(text: str, document: str | None) -> str:
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_POLICY:
+        raise PolicyDeniedError(f"the local policy is larger than {MAX_POLICY} bytes ({RULE})")
+    if "\0" in text:  # the engine takes it for the end of the text
+        raise PolicyDeniedError(f"the local policy holds a NUL character ({RULE})")
+    import subprocess  # not at the top: files with the trivial policy need none
+
+    request = {"engine": _engine(), "corpus": CORPUS, "policy": text, "input": document}
+    try:
+        done = subprocess.run(  # noqa: S603 - our own interpreter and file; the policy goes by stdin
+            [sys.executable, "-I", "-S", _CHILD],
+            input=json.dumps(request).encode("ascii"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=SECONDS,
+            env={},
+            cwd="/",
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"took longer than {SECONDS:.0f} seconds"
+    except OSError as e:
+        return f"cannot be evaluated: no child process can be started ({e.strerror or e})"
+    if done.returncode < 0:
+        return _stopped(-done.returncode)
+    if done.returncode:
+        return f"cannot be evaluated: the child process ended with {done.returncode}"
+    return done.stdout.decode("utf-8", "replace")
+
+
+def _engine() -> str:
+    """The folder that holds the engine's package. It is found, and not imported, here."""
+    spec = find_spec("regorus")
+    if spec is None or spec.origin is None:
+        raise PolicyDeniedError(
+            f"the file carries a local policy, and no engine that can evaluate it is installed ({RULE})", hint=INSTALL
+        )
+    return os.path.dirname(os.path.dirname(os.path.abspath(spec.origin)))
+
+
+def _stopped(number: int) -> str:
+    if number in (signal.SIGKILL, signal.SIGXCPU):
+        return "took more than 2 seconds of processor time, or the system stopped it"
+    what = "ran out of memory" if number == signal.SIGABRT else "crashed the engine: endless recursion?"
+    return f"{what} (signal {number})"
+
+
+def _shown(answer: str) -> str:
+    text = answer.strip() or "has no answer"
+    return "".join(c if c.isprintable() else " " for c in text[:400])

@@ -1,0 +1,114 @@
+"""policy lint, policy test, and encrypt --policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from secure_loader.core.policy import ALLOW_ALL
+
+FOLDER = Path(__file__).parents[3] / "configs" / "policies"
+HEAD = "package model\nimport rego.v1\ndefault allow := false\n"
+
+
+@pytest.fixture
+def region(tmp_path):
+    """A policy with cases, one of which fails."""
+    path = tmp_path / "region.rego"
+    path.write_text(HEAD + 'allow if here\nhere if input.env.REGION == "eu"')
+    cases = [
+        {"name": "here", "input": {"env": {"REGION": "eu"}}, "expect": "allow"},
+        {"name": "there", "input": {"env": {"REGION": "us"}}, "expect": "allow"},
+    ]
+    (tmp_path / "region.cases.json").write_text(json.dumps(cases))
+    return path
+
+
+def test_lint(cli, tmp_path):
+    assert cli("policy", "lint", FOLDER / "region.rego").out == f"Fine {FOLDER / 'region.rego'}\n"
+    assert cli("policy", "lint", FOLDER / "region.rego", "-q").out == ""
+    assert cli("policy", "lint", FOLDER / "region.rego", "--json").json == {
+        "file": str(FOLDER / "region.rego"),
+        "ok": True,
+    }
+    bad = tmp_path / "bad.rego"
+    bad.write_text("package model\nallow if true")
+    error = cli("policy", "lint", bad, "--json", code=2).error
+    assert error["type"] == "ConfigError"
+    assert error["path"] == str(bad)
+    assert "default allow := false" in error["hint"]
+    assert cli("policy", "lint", tmp_path / "missing", code=7).err
+
+
+def test_cases(cli):
+    out = cli("policy", "test", FOLDER / "region.rego").out
+    assert "  ok  Frankfurt    allow     allow\n" in out
+    assert "  ok  elsewhere    deny      deny   is false; not met: region_is_allowed\n" in out
+    found = cli("policy", "test", FOLDER / "ranks.rego", FOLDER / "ranks.cases.json", "--json").json
+    assert found["ok"]
+    assert found["cases"][2] == {
+        "name": "five ranks",
+        "expect": "deny",
+        "found": "deny",
+        "why": "is false; not met: few_enough_ranks",
+    }
+
+
+def test_failing_cases(cli, region):
+    ran = cli("policy", "test", region, code=2)
+    assert "  FAILED  there  allow     deny   is false; not met: here\n" in ran.out
+    assert "1 case of 2 failed" in ran.err
+    assert "FAILED" in cli("policy", "test", region, "-q", code=2).out
+    ran = cli("policy", "test", region, "--json", code=2)
+    assert not ran.json["ok"]
+    assert ran.error["exit_code"] == 2
+    assert cli("policy", "test", FOLDER / "region.rego", region, code=2).err  # no cases
+
+
+@pytest.fixture
+def model(cli, tmp_path):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    cli("keygen", "alice")
+    (tmp_path / "model").mkdir()
+    save_file({"a": np.arange(100000, dtype=np.float32)}, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def test_encrypting_with_a_policy(cli, model, region, monkeypatch):
+    assert "fails 1 of its cases: 'there'" in cli("encrypt", model, "sealed", "--policy", region, code=2).err
+    assert not (model.parent / "sealed").exists()
+    (model.parent / "region.cases.json").unlink()
+    cli("encrypt", model, "sealed", "--policy", region)
+    assert "characters of Rego, evaluated when the model is loaded" in cli("inspect", "sealed").out
+    error = cli("decrypt", "sealed", "plain", "--json", code=4).error
+    assert error["type"] == "PolicyDeniedError"
+    for word in ("data.model.allow is false", "not met: here", "'model', release 1"):
+        assert word in error["message"]
+    monkeypatch.setenv("REGION", "eu")
+    cli("decrypt", "sealed", "plain")
+    plain = (model.parent / "plain" / "model.safetensors").read_bytes()
+    assert plain[-400000:] == (model / "model.safetensors").read_bytes()[-400000:]
+    cli("keygen", "bob")
+    cli("rewrap", "sealed", "-k", "bob")
+    monkeypatch.delenv("REGION")
+    assert "not met: here" in cli("verify", "sealed", code=4).err  # the policy has stayed
+
+
+def test_the_trivial_policy(cli, model, tmp_path):
+    (path := tmp_path / "all.rego").write_text(ALLOW_ALL)
+    cli("policy", "lint", path)
+    cli("encrypt", model, "sealed", "--policy", path)
+    assert "Rego" not in cli("inspect", "sealed").out
+    cli("verify", "sealed")
+
+
+def test_without_an_engine(cli, monkeypatch):
+    monkeypatch.setattr("secure_loader.core.policy_engine.find_spec", lambda name: None)
+    for command in ("lint", "test"):
+        err = cli("policy", command, FOLDER / "region.rego", code=2).err
+        assert "hint: pip install 'secure-loader[policy]'" in err
