@@ -16,6 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any framework is imported: most of these are read once, at import."""
     for name in [name for name in os.environ if name.startswith("SECURE_LOADER_")]:
         del os.environ[name]
+    os.umask(0o022)  # a settings or trust file that the group may write is refused
     scratch = Path(tempfile.mkdtemp(prefix="secure-loader-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(scratch, ignore_errors=True))
     os.environ |= {

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from .config import LoaderConfig as LoaderConfig
     from .core.archive import Archive as Archive
     from .core.export import decrypt_model as decrypt_model
+    from .core.hardening import harden_process as harden_process
     from .core.inspection import inspect as inspect
     from .core.inspection import verify as verify
+    from .core.keys.held import forget_keys as forget_keys
     from .core.keys.jwk import MasterKey as MasterKey
     from .core.keys.jwk import SigningKey as SigningKey
     from .core.rewrap import rewrap_model as rewrap_model
@@ -38,6 +40,8 @@ _HOMES = {
     "TrustedSigner": "core.trust",
     "decrypt_model": "core.export",
     "encrypt_model": "core.writer",
+    "forget_keys": "core.keys.held",
+    "harden_process": "core.hardening",
     "inspect": "core.inspection",
     "rewrap_model": "core.rewrap",
     "safe_open": "core.session",

@@ -70,6 +70,8 @@ class LoaderConfig:
         key_ca_file: PEM file with the only certificates that may vouch for network key sources; None takes the system's.
         key_client_certificate: PEM file with the client certificate to show them.
         key_client_key: PEM file with its private key, kept as a key file is; None looks into the former.
+        harden: Close this process to others of the same user, and switch core dumps off, before a model is opened
+            (:func:`secure_loader.harden_process`).
         insecure_allow_plaintext: Accept files that are not encrypted where encrypted ones are demanded.
         insecure_allow_legacy: Accept CryptoTensors files without profile 1, and folders without a manifest.
         insecure_allow_unverified_clear: Hand out clear tensors of such files, which nothing protects.
@@ -92,6 +94,7 @@ class LoaderConfig:
     key_ca_file: str | None = None
     key_client_certificate: str | None = None
     key_client_key: str | None = None
+    harden: bool = False
     insecure_allow_plaintext: bool = False
     insecure_allow_legacy: bool = False
     insecure_allow_unverified_clear: bool = False
@@ -115,7 +118,7 @@ class LoaderConfig:
             raise ConfigError(f"threads must be a number from 1 to 256, not {self.threads!r}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name.startswith(("insecure_", "allow_", "require_")) and type(value) is not bool:
+            if field.name.startswith(("insecure_", "allow_", "require_", "harden")) and type(value) is not bool:
                 raise ConfigError(f"{field.name} must be true or false, not {value!r}")
         if self.require_device_kernels and self.device_kernels == "cpu":
             raise ConfigError('require_device_kernels contradicts device_kernels = "cpu"')

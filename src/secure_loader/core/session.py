@@ -17,6 +17,7 @@ from ..errors import NotEncryptedError, SecureLoaderError
 from . import envelope as env
 from . import policy
 from .archive import Archive, ReadOptions, TensorFile
+from .hardening import harden_process
 from .header import Header
 from .home import default_key_sources, trust_dir
 from .keys.jwk import MasterKey
@@ -53,6 +54,8 @@ class Session:
         config: cfg.LoaderConfig | None = None,
     ) -> None:
         self.config = config or cfg.load()
+        if self.config.harden:
+            harden_process()
         self.keys = KeyRing(_key_sources(keys, self.config), self.config)
         self.trust = _trust_store(trust, self.config)
         if self.config.threads is not None and self.config.threads != threads():

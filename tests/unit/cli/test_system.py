@@ -169,8 +169,11 @@ def test_config_show_refuses_what_loading_would(cli, home, monkeypatch):
     assert "AAAA" not in err
 
 
-def test_example_config_is_complete_and_loads(cli, monkeypatch):
-    monkeypatch.setenv("SECURE_LOADER_CONFIG", str(CONFIGS / "config.toml"))
+def test_example_config_is_complete_and_loads(cli, tmp_path, monkeypatch):
+    copy = tmp_path / "copy.toml"
+    copy.write_bytes((CONFIGS / "config.toml").read_bytes())
+    copy.chmod(0o644)
+    monkeypatch.setenv("SECURE_LOADER_CONFIG", str(copy))
     settings = cli("config", "show", "--json").json["settings"]
     text = (CONFIGS / "config.toml").read_text()
     for field in dataclasses.fields(LoaderConfig):

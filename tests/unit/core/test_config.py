@@ -102,6 +102,7 @@ def test_a_toml_file_of_somebody_else_decides_nothing(toml, monkeypatch):
         ("[loader]\nrequire_device_kernels = 1\n", "require_device_kernels must be true or false"),
         ("[loader]\nrequire_device_kernels = true\ndevice_kernels = 'cpu'\n", "contradicts"),
         ("[loader]\ninsecure_allow_plaintext = 1\n", "insecure_allow_plaintext must be true or false"),
+        ("[loader]\nharden = 'yes'\n", "harden must be true or false"),
         ("[loader]\nkey_timeout_seconds = 0\n", "key_timeout_seconds must be above 0 and at most 600"),
         ("[loader]\nkey_timeout_seconds = inf\n", "key_timeout_seconds must be above 0"),
         ("[loader]\nkey_timeout_seconds = nan\n", "key_timeout_seconds must be above 0"),
