@@ -6,9 +6,7 @@ The list is the table of docs/security.md; test_coverage.py holds the two togeth
 from __future__ import annotations
 
 NOT_IN_THIS_RELEASE = {
-    32: "no https: key source",
     33: "no kbs: key source",
-    34: "no network key source",
     68: "no locked memory, no switch against core dumps",
     71: "no native code, and no release to attest yet",
 }

@@ -43,8 +43,9 @@ _URL = re.compile(
 _HEADER_VALUE = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# It counts as a public address, and answers every machine of Azure from inside.
-_METADATA = ipaddress.ip_address("168.63.129.16")
+# What Python, or an older one, takes for public: what answers every machine of Azure from inside, addresses of
+# protocols (Oracle's cloud answered there), and those once meant for one site.
+_INSIDE = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24", "fec0::/10")))
 # IPv6 networks whose last 32 bits are an IPv4 address: NAT64, and "compatible" addresses.
 _EMBEDDING = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("::/96"))
 
@@ -348,7 +349,8 @@ def is_public(address: _Address) -> bool:
         embedded = [a for a in inside if a is not None]
         if embedded:
             return all(map(is_public, embedded))
-    return address.is_global and not address.is_multicast and not address.is_reserved and address != _METADATA
+    odd = address.is_multicast or address.is_reserved or any(address in network for network in _INSIDE)
+    return address.is_global and not odd
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------

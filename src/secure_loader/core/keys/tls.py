@@ -51,7 +51,7 @@ class Tls:
 
     def _identify(self, context: ssl.SSLContext, certificate: str) -> None:
         key = self.client_key or certificate
-        check_private(Path(key))
+        check_private(Path(key), "client key")
         try:
             # A key with a passphrase would make OpenSSL ask for it on the terminal.
             context.load_cert_chain(certificate, key, password="")
