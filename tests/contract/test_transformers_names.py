@@ -79,7 +79,10 @@ def test_where_weights_go():
     source = inspect.getsource(inspect.unwrap(transformers.PreTrainedModel.from_pretrained.__func__))
     assert source.index("check_and_set_device_map(") < source.index("_get_resolved_checkpoint_files(")
     loading = inspect.getsource(core_model_loading.convert_and_load_state_dict_in_model)
-    assert "spawn_materialize(\n                thread_pool,\n                tensor,\n                param_device," in loading
+    assert (
+        "spawn_materialize(\n                thread_pool,\n                tensor,\n                param_device,"
+        in loading
+    )
 
 
 def test_variant_names():
