@@ -9,8 +9,8 @@
 typedef uint64_t u64;
 typedef uint32_t u32;
 enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_IMAGE = 200, NOT_FOUND = 500, LAUNCH_FAILED = 719 };
-static const char *const KERNELS[] = {"sl_expand_keys", "sl_gcm_open", "sl_gcm_finish"};
-static const char *const SHIMS[] = {"shim_expand_keys", "shim_open", "shim_finish"};
+static const char *const KERNELS[] = {"sl_expand_keys", "sl_gcm_open", "sl_gcm_finish", "sl_ctr"};
+static const char *const SHIMS[] = {"shim_expand_keys", "shim_open", "shim_finish", "shim_ctr"};
 
 template <class T> static T argument(void **parameters, int i) { return *static_cast<T *>(parameters[i]); }
 
@@ -42,7 +42,7 @@ int cuModuleLoadData(void **module, const void *image) {
 }
 int cuModuleUnload(void *) { return SUCCESS; }
 int cuModuleGetFunction(void **function, void *, const char *name) {
-  for (intptr_t i = 0; i < 3; ++i)
+  for (intptr_t i = 0; i < 4; ++i)
     if (!strcmp(name, KERNELS[i])) return *function = reinterpret_cast<void *>(i + 1), SUCCESS;
   return NOT_FOUND;
 }
@@ -69,6 +69,7 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
     case 1: return run(0, argument<void *>(p, 0), argument<void *>(p, 1), argument<u32>(p, 2), gx, 0);
     case 2: return run(1, argument<void *>(p, 0), argument<void *>(p, 1), argument<u32>(p, 2), argument<void *>(p, 3), argument<void *>(p, 4), gx, 0);
     case 3: return run(2, argument<void *>(p, 0), argument<u32>(p, 1), argument<void *>(p, 2), argument<void *>(p, 3), argument<void *>(p, 4), gx, 0);
+    case 4: return run(3, argument<void *>(p, 0), argument<void *>(p, 1), argument<u32>(p, 2), argument<void *>(p, 3), gx, 0);
   }
   return NOT_FOUND;
 }
