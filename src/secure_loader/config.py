@@ -11,6 +11,7 @@ environment variable                      meaning
 ``SECURE_LOADER_PAGE_CACHE``              ``keep``, ``drop`` or ``bypass``
 ``SECURE_LOADER_DEVICE_KERNELS``          ``auto``, ``cubin``, ``nvrtc``, ``triton`` or ``cpu``
 ``SECURE_LOADER_REQUIRE_DEVICE_KERNELS``  ``1``: what goes to a GPU is decrypted there, or not at all
+``SECURE_LOADER_GPU_DIRECT``              ``auto``, ``on`` or ``off``
 ``SECURE_LOADER_AUTOLOAD``                ``0`` keeps ``import torch`` from preparing the Transformers hook
 ========================================  =========================================================================
 
@@ -62,6 +63,8 @@ class LoaderConfig:
             authenticate.
         require_device_kernels: Raise where nothing can decrypt on the GPU, instead of decrypting on the CPU.
         device_buffer_bytes: Pinned host memory that one load to a GPU may take on its way there; less where less is loaded.
+        gpu_direct: Whether a GPU reads encrypted tensors from the disk itself (GPUDirect Storage), past the host's memory.
+            ``"auto"``: where cuFile can, and the page cache does not have them; ``"on"``: or not at all; ``"off"``: never.
         allow_missing_weights: Let a framework initialise weights that the checkpoint does not hold, such as the new head
             of a model that is going to be trained. Weights that the manifest lists must be read all the same.
         key_timeout_seconds: Time for one answer of a network key source: name service, connection, TLS and body together.
@@ -88,6 +91,7 @@ class LoaderConfig:
     device_buffer_bytes: int = 256 << 20
     device_kernels: str = "auto"
     require_device_kernels: bool = False
+    gpu_direct: str = "auto"
     allow_missing_weights: bool = False
     key_timeout_seconds: float = 10
     key_private_hosts: tuple[str, ...] | None = None
@@ -107,6 +111,7 @@ class LoaderConfig:
         _one_of("clear_tensors", self.clear_tensors, ("map", "copy"))
         _one_of("page_cache", self.page_cache, ("keep", "drop", "bypass"))
         _one_of("device_kernels", self.device_kernels, ("auto", "cubin", "nvrtc", "triton", "cpu"))
+        _one_of("gpu_direct", self.gpu_direct, ("auto", "on", "off"))
         if type(self.prefetch_bytes) is not int or self.prefetch_bytes < 0:
             raise ConfigError(f"prefetch_bytes must be a number of bytes, not {self.prefetch_bytes!r}")
         size = self.device_buffer_bytes
@@ -122,6 +127,8 @@ class LoaderConfig:
                 raise ConfigError(f"{field.name} must be true or false, not {value!r}")
         if self.require_device_kernels and self.device_kernels == "cpu":
             raise ConfigError('require_device_kernels contradicts device_kernels = "cpu"')
+        if self.gpu_direct == "on" and self.device_kernels == "cpu":
+            raise ConfigError('gpu_direct = "on" contradicts device_kernels = "cpu"')
         self._check_network()
 
     def _check_network(self) -> None:
@@ -226,7 +233,7 @@ def _from_environment() -> dict[str, Any]:
         if not threads.isdecimal():
             raise ConfigError(f"SECURE_LOADER_THREADS must be a number, not {threads!r}")
         options["threads"] = int(threads)
-    for name in ("integrity", "page_cache", "device_kernels"):
+    for name in ("integrity", "page_cache", "device_kernels", "gpu_direct"):
         value = os.environ.get(f"SECURE_LOADER_{name.upper()}")
         if value:
             options[name] = value

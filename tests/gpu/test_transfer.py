@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from secure_loader.core.device.direct import obstacle
 from secure_loader.core.device.engine import engine_for
 from secure_loader.core.device.torch_device import memory_of
-from secure_loader.errors import AuthenticationError, ReadError
+from secure_loader.errors import AuthenticationError, DeviceError, ReadError
 from tests.unit.device.files import CHUNK, content, same, session, write
 
 pytestmark = [
@@ -55,6 +56,22 @@ def test_the_same_bytes(folder, version, kernels, integrity, page_cache):
         rows = f.get_slice("matrix")
         for index in (3, slice(100, 200), (slice(None), 5), (slice(3, 600, 7), slice(9, 80))):
             assert torch.equal(rows[index].cpu(), content()["matrix"][index])
+
+
+@pytest.mark.parametrize("name", ["1", "2", "large"])
+def test_straight_from_the_disk(folder, name):
+    if (why := obstacle()) is not None:
+        pytest.skip(f"no GPUDirect Storage: {why}")
+    with session(gpu_direct="off").open(folder / name, device=DEVICE) as f:
+        expected = on_host(f.get_tensors())
+    try:
+        with session(gpu_direct="on").open(folder / name, device=DEVICE) as f:
+            # Memory that was just given back, and that a kernel of the caller still writes to.
+            junk = [torch.full((64 << 20,), 0xAA, dtype=torch.uint8, device=DEVICE) for _ in range(8)]
+            del junk
+            assert same(on_host(f.get_tensors()), expected)
+    except DeviceError as e:
+        pytest.skip(f"no GPUDirect Storage for this file: {e}")
 
 
 def test_a_cipher_for_the_cpu(folder):

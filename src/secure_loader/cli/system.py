@@ -35,6 +35,7 @@ def _environment(found: Environment, out: Output) -> list[str]:
                 ("crypto", found.openssl),
                 ("processor", f"{speed} ({' '.join(found.cpu_flags) or 'no flags known'})"),
                 ("threads", str(found.threads)),
+                ("gpu direct", found.gpu_direct),
             ]
         ),
         "",

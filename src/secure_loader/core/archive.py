@@ -38,6 +38,7 @@ class ReadOptions:
         device_buffer_bytes: Pinned host memory that a load to a device may take.
         device_kernels: What decrypts there, as :func:`core.device.choice.choose`.
         require_device_kernels: Whether it must.
+        gpu_direct: As :class:`core.pipeline.Options`.
         insecure_allow_unverified_clear: Hand out clear tensors of files that carry no digests for them.
     """
 
@@ -47,6 +48,7 @@ class ReadOptions:
     device_buffer_bytes: int = 256 << 20
     device_kernels: str = "auto"
     require_device_kernels: bool = False
+    gpu_direct: str = "auto"
     insecure_allow_unverified_clear: bool = False
 
 
@@ -180,7 +182,7 @@ class TensorFile:
     @property
     def read_options(self) -> Options:
         """How the pipeline reads this file."""
-        return Options(page_cache=self._options.page_cache)
+        return Options(self._options.page_cache, self._options.gpu_direct)
 
     def read_into(self, name: str, out: memoryview, start: int = 0) -> None:
         """Fill ``out`` with the tensor's plaintext from byte ``start`` on. Raises as :meth:`wanted` and :meth:`read`."""

@@ -20,6 +20,7 @@ from typing import Any
 from .. import __version__, config
 from ..errors import DeviceError, SecureLoaderError
 from .device.choice import survey
+from .device.direct import obstacle
 from .home import default_key_sources, home, keys_dir, state_dir, trust_dir
 from .keys.jwk import MasterKey, SigningKey
 from .keys.local import key_files, read_keys
@@ -110,6 +111,7 @@ class Environment:
         cpu_flags: Those that speed up the AEADs; empty when unknown.
         threads: Threads of the shared pool.
         devices: GPUs that CUDA knows; where there is none, one line that says why.
+        gpu_direct: Whether GPUs can read from the disk themselves, or why not.
         home: Home folder.
         master_keys: Number of master keys in files that are looked at.
         signing_keys: Number of signing keys there.
@@ -128,6 +130,7 @@ class Environment:
     cpu_flags: tuple[str, ...]
     threads: int
     devices: tuple[Device, ...]
+    gpu_direct: str
     home: str
     master_keys: int
     signing_keys: int
@@ -168,6 +171,7 @@ def describe() -> Environment:
         cpu_flags=_cpu_flags(),
         threads=pool,
         devices=tuple(_devices(kernels)),
+        gpu_direct="where the file system can" if (why := obstacle()) is None else f"no: {why}",
         home=str(home()),
         master_keys=masters,
         signing_keys=signing,

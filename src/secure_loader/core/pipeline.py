@@ -217,9 +217,12 @@ class Options:
         page_cache: What becomes of the system's copy of the file. ``keep`` it: the next process, and the next load, find
             it there. ``drop`` it behind the reader: for machines short of memory. ``bypass`` it (O_DIRECT): nothing is
             copied or displaced, and every load waits for the disk.
+        gpu_direct: Whether devices read files themselves: ``auto``, where that is possible and the page cache does not
+            have them, ``on`` or ``off``.
     """
 
     page_cache: str = "keep"
+    gpu_direct: str = "auto"
 
 
 def read(wanted: Sequence[Wanted], options: Options = Options()) -> None:

@@ -96,6 +96,7 @@ class Session:
             device_buffer_bytes=self.config.device_buffer_bytes,
             device_kernels=self.config.device_kernels,
             require_device_kernels=self.config.require_device_kernels,
+            gpu_direct=self.config.gpu_direct,
             insecure_allow_unverified_clear=self.config.insecure_allow_unverified_clear,
         )
 

@@ -157,11 +157,20 @@ class FileSource:
         with self._lock:
             if self._direct_fd is None:
                 self._direct_fd = -1
-                # By way of the descriptor: the very same file, whatever its name means by now.
-                with contextlib.suppress(OSError, AttributeError):
-                    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
-                    self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", flags)
+                with contextlib.suppress(OSError):
+                    self._direct_fd = self.reopen_directly()
             return self._direct_fd
+
+    def reopen_directly(self) -> int:
+        """Another descriptor of the file, past the page cache (O_DIRECT), for the caller to close.
+
+        Raises:
+            OSError: The file system, or the system, has no such.
+        """
+        if not hasattr(os, "O_DIRECT"):
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        # By way of the descriptor: the very same file, whatever its name means by now.
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def drop_cache(self, offset: int, length: int) -> None:
         """Let the system forget its copy of a range; it is advice, and whole pages only."""

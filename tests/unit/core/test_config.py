@@ -99,6 +99,8 @@ def test_a_toml_file_of_somebody_else_decides_nothing(toml, monkeypatch):
         ("[loader]\nintegrity = 'some'\n", "integrity must be one of tags, full"),
         ("[loader]\nclear_tensors = 'share'\n", "clear_tensors must be one of map, copy"),
         ("[loader]\ndevice_kernels = 'gpu'\n", "device_kernels must be one of auto, cubin, nvrtc, triton, cpu"),
+        ("[loader]\ngpu_direct = true\n", "gpu_direct must be one of auto, on, off"),
+        ("[loader]\ngpu_direct = 'on'\ndevice_kernels = 'cpu'\n", "contradicts"),
         ("[loader]\nrequire_device_kernels = 1\n", "require_device_kernels must be true or false"),
         ("[loader]\nrequire_device_kernels = true\ndevice_kernels = 'cpu'\n", "contradicts"),
         ("[loader]\ninsecure_allow_plaintext = 1\n", "insecure_allow_plaintext must be true or false"),
@@ -137,7 +139,9 @@ def test_refused_environment(monkeypatch, value):
 def test_device_kernels_from_the_environment(monkeypatch):
     monkeypatch.setenv("SECURE_LOADER_DEVICE_KERNELS", "nvrtc")
     monkeypatch.setenv("SECURE_LOADER_REQUIRE_DEVICE_KERNELS", "1")
-    assert (load().device_kernels, load().require_device_kernels) == ("nvrtc", True)
+    monkeypatch.setenv("SECURE_LOADER_GPU_DIRECT", "off")
+    found = load()
+    assert (found.device_kernels, found.require_device_kernels, found.gpu_direct) == ("nvrtc", True, "off")
     monkeypatch.setenv("SECURE_LOADER_REQUIRE_DEVICE_KERNELS", "yes")
     with pytest.raises(ConfigError, match="must be 0 or 1"):
         load()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from secure_loader.core.secrets import Secret
 from secure_loader.core.session import Session
 
 from .fake import CLEARED, NOTHING, FakeDevice, FakeKernels
+from .fake_direct import FakeDirect
 
 CHUNK = 64 * 1024
 SIGNING = SigningKey("sign-1", Secret(bytes(range(100, 132))))
@@ -75,12 +76,16 @@ class Bench:
         require: bool = False,
         seed: int = 0,
         slot: int = 256 * 1024,
+        direct: Mapping[str, Any] | None = None,
         **fault: Any,
     ) -> None:
         late = fault.pop("late_error", None)
         self.device = FakeDevice(seed, **fault)
         self.kernels = FakeKernels(self.device, late) if kernels else None
-        self.engine = Engine(self.device, self.kernels, require=require, slot_bytes=slot, region_bytes=1 << 20)
+        self.direct = None if direct is None else FakeDirect(self.device, **direct)
+        self.engine = Engine(
+            self.device, self.kernels, require=require, slot_bytes=slot, region_bytes=1 << 20, direct=self.direct
+        )
         monkeypatch.setattr(archive, "engine_for", lambda device, kernels, *, require: self.engine)
 
     def check_calm(self) -> None:
@@ -88,6 +93,8 @@ class Bench:
         assert self.device.problems == []
         assert self.device.idle
         assert helpers() == []
+        if self.direct is not None:
+            assert self.direct.under_way() == []
 
     def check_wiped(self) -> None:
         """Nothing that was to be filled holds anything any more, on the device or in pinned memory."""
@@ -110,6 +117,35 @@ def helpers() -> list[str]:
                 found.append(f"thread {ident}")
             frame = frame.f_back
     return found
+
+
+def interrupted_at(line: int, bench: Bench, files: tuple[str, ...], action: Callable[[], object]) -> int:
+    """Do something, and press ^C before the given line of some files, from 1 on; returns how many lines ran."""
+    seen = [0]
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        if event == "line":
+            seen[0] += 1
+            if seen[0] == line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        sys.settrace(before)
+        bench.check_wiped()
+    else:
+        # How many lines run depends on who was first, the readers or this thread.
+        assert not line or seen[0] < line
+        bench.check_calm()
+    finally:
+        sys.settrace(before)
+    return seen[0]
 
 
 def same(loaded: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> bool:

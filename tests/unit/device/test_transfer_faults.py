@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from secure_loader.core.source import FileSource
 from secure_loader.errors import AuthenticationError, DeviceError, OutOfMemoryError, ReadError
 
 from .fake import no_memory
-from .files import CHUNK, DEVICE, Bench, same, session, write
+from .files import CHUNK, DEVICE, Bench, interrupted_at, same, session, write
 
 KIB = 1 << 10
 OPTIONS = {"device_buffer_bytes": 4 * 64 * KIB}
@@ -317,40 +316,16 @@ def test_helpers_that_come_too_late_keep_nothing_in_sight(folder, monkeypatch):
 def test_an_interruption_between_any_two_lines(folder, monkeypatch, way, kernels):
     """As a signal would raise it: in the calling thread, at any line of the transfer."""
     rng = random.Random(11)
-    count = _lines(folder, monkeypatch, way, kernels=kernels, stop_at=0)
+
+    def stop_at(line: int) -> int:
+        bench = Bench(monkeypatch, kernels=kernels, slot=64 * KIB, seed=5)
+        files = ("device/transfer.py", "device/plan.py", "device/ring.py")
+        return interrupted_at(line, bench, files, lambda: load(folder / "2", way))
+
+    count = stop_at(0)
     assert count > 300
-    for stop_at in sorted(rng.sample(range(1, count), 150)):
-        _lines(folder, monkeypatch, way, kernels=kernels, stop_at=stop_at)
-
-
-def _lines(folder, monkeypatch, way, *, kernels, stop_at) -> int:
-    """Load, and press ^C before the given line; returns how many lines ran."""
-    bench = Bench(monkeypatch, kernels=kernels, slot=64 * KIB, seed=5)
-    seen = [0]
-
-    def trace(frame, event, arg):
-        if not frame.f_code.co_filename.endswith(("device/transfer.py", "device/plan.py", "device/ring.py")):
-            return None
-        if event == "line":
-            seen[0] += 1
-            if seen[0] == stop_at:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        load(folder / "2", way)
-    except KeyboardInterrupt:
-        sys.settrace(before)
-        bench.check_wiped()
-    else:
-        # How many lines run depends on who was first, the readers or this thread.
-        assert not stop_at or seen[0] < stop_at
-        bench.check_calm()
-    finally:
-        sys.settrace(before)
-    return seen[0]
+    for line in sorted(rng.sample(range(1, count), 150)):
+        stop_at(line)
 
 
 @pytest.mark.parametrize("presses", [1, 3])

@@ -16,6 +16,7 @@ from ..source import FileSource
 from .batch import Kernels
 from .choice import choose
 from .device import Device, Memory
+from .direct import CuFile, DirectReader
 from .layout import REGION_BYTES, lay_out
 from .plan import Part, Target
 from .ring import SLOT_BYTES
@@ -33,6 +34,7 @@ class Engine:
         require: Raise where the host would have to decrypt.
         slot_bytes: Size of a piece of pinned memory, at most.
         region_bytes: Size of what tensors share, at most.
+        direct: What reads from the disk into the device, where there is something.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class Engine:
         require: bool = False,
         slot_bytes: int = SLOT_BYTES,
         region_bytes: int = REGION_BYTES,
+        direct: DirectReader | None = None,
     ) -> None:
         self._device, self._kernels, self._require = device, kernels, require
         self._slot_bytes, self._region_bytes = slot_bytes, region_bytes
+        self._direct = direct
         self._told: weakref.WeakSet[FileSource] = weakref.WeakSet()
 
     def load(self, parts: Sequence[Part], options: Options, host_bytes: int) -> list[Any]:
@@ -91,7 +95,7 @@ class Engine:
             self._look_at(part)
         kernels = self._kernels
         targets = [Target(p.wanted, memory, at, p.key if kernels else None) for p, memory, at in parts]
-        transfer(Way(self._device, kernels, host_bytes, self._slot_bytes), targets, options)
+        transfer(Way(self._device, kernels, host_bytes, self._slot_bytes, self._direct), targets, options)
 
     def _look_at(self, part: Part) -> None:
         """Say once for each file who decrypts it."""
@@ -147,5 +151,5 @@ def engine_for(device: str, kernels: str = "auto", *, require: bool = False) -> 
     with _lock:
         if key not in _engines:
             chosen = choose(index, kernels, require=require)
-            _engines[key] = Engine(TorchDevice(index), chosen.kernels, require=require)
+            _engines[key] = Engine(TorchDevice(index), chosen.kernels, require=require, direct=CuFile(index))
         return _engines[key]

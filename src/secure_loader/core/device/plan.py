@@ -24,7 +24,7 @@ from .device import Memory
 from .layout import aligned
 
 # A file may have a million tensors of one byte.
-_MOST_LOADS = 1 << 14
+MOST_LOADS = 1 << 14
 
 
 class Part(NamedTuple):
@@ -235,24 +235,53 @@ def _cut(start: int, stop: int, step: int, size: int) -> Iterator[tuple[int, int
     return ((a, b) for a, b in pairwise(cuts) if a < b)
 
 
-class Filling:
+class Gathered:
+    """Loads that are sent, and opened, together.
+
+    Attributes:
+        loads: With their places in the slot.
+    """
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[int, Load]] = []
+
+    def batch(self) -> Batch | None:
+        """What the device opens once it has come; None where there is nothing."""
+        keys: dict[int, int] = {}
+        secrets: list[Secret] = []
+        chunks = []
+        for _, load in self.loads:
+            opening = load.opening
+            if opening is None:
+                continue
+            number = keys.setdefault(id(opening.key), len(secrets))
+            if number == len(secrets):
+                secrets.append(opening.key)
+            address = opening.memory.address + opening.at
+            chunks.append(Chunk(address, opening.nbytes, number, opening.nonce, opening.tag))
+        return Batch(secrets, chunks) if chunks else None
+
+    def opened(self) -> tuple[str, list[str]]:
+        """For errors: a file, and the tensors that the device opens."""
+        of = [load for _, load in self.loads if load.opening is not None]
+        return of[0].source.path, list(dict.fromkeys(load.wanted.name for load in of))
+
+
+class Filling(Gathered):
     """What a slot is filled with.
 
     Args:
         room: Bytes of a slot.
         options: How files are read. Past the page cache whole blocks are read, so everything keeps its place within its
             block, and no two runs share one.
-
-    Attributes:
-        loads: With their places in the slot.
     """
 
     def __init__(self, room: int, options: Options) -> None:
+        super().__init__()
         self._room, self._options = room, options
         self._align = DIRECT_ALIGN if options.page_cache == "bypass" else 1
         self._end = 0
         self._last: Load | None = None
-        self.loads: list[tuple[int, Load]] = []
 
     @property
     def nbytes(self) -> int:
@@ -262,7 +291,7 @@ class Filling:
     def add(self, load: Load) -> bool:
         """Take a load in; False where it does not fit any more."""
         at = self._place(load)
-        if self.loads and (aligned(at + load.nbytes, self._align) > self._room or len(self.loads) >= _MOST_LOADS):
+        if self.loads and (aligned(at + load.nbytes, self._align) > self._room or len(self.loads) >= MOST_LOADS):
             return False
         self.loads.append((at, load))
         if load.nbytes:
@@ -273,7 +302,7 @@ class Filling:
         last = self._last
         if last is None:
             return load.place % self._align
-        if load.checked == last.checked and (load.checked or _adjoins(last, load)):
+        if load.checked == last.checked and (load.checked or adjoins(last, load)):
             return self._end
         return aligned(self._end, self._align) + load.place % self._align
 
@@ -302,7 +331,7 @@ class Filling:
         for at, load in self.loads:
             if load.checked or not load.nbytes:
                 continue
-            if begin is not None and last is not None and at == end and _adjoins(last, load):
+            if begin is not None and last is not None and at == end and adjoins(last, load):
                 end, last = end + load.nbytes, load
                 continue
             if begin is not None:
@@ -332,29 +361,9 @@ class Filling:
             runs.append((at, load.memory, load.at, load.nbytes))
         return runs
 
-    def batch(self) -> Batch | None:
-        """What the device opens once the slot was copied; None where there is nothing."""
-        keys: dict[int, int] = {}
-        secrets: list[Secret] = []
-        chunks = []
-        for _, load in self.loads:
-            opening = load.opening
-            if opening is None:
-                continue
-            number = keys.setdefault(id(opening.key), len(secrets))
-            if number == len(secrets):
-                secrets.append(opening.key)
-            address = opening.memory.address + opening.at
-            chunks.append(Chunk(address, opening.nbytes, number, opening.nonce, opening.tag))
-        return Batch(secrets, chunks) if chunks else None
 
-    def opened(self) -> tuple[str, list[str]]:
-        """For errors: a file, and the tensors that the device opens."""
-        of = [load for _, load in self.loads if load.opening is not None]
-        return of[0].source.path, list(dict.fromkeys(load.wanted.name for load in of))
-
-
-def _adjoins(last: Load, load: Load) -> bool:
+def adjoins(last: Load, load: Load) -> bool:
+    """Whether a load lies right behind another one in its file."""
     return last.source is load.source and last.place + last.nbytes == load.place
 
 
