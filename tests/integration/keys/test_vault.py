@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 import traceback
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +23,18 @@ from secure_loader.errors import (
     KeySourceResponseError,
     KeySourceUnreachableError,
 )
-from tests.attacks.kit import KEY, SIGN, arrays, assert_no_secret, build_file, master, refused, signing, trust
+from tests.attacks.kit import (
+    KEY,
+    SIGN,
+    arrays,
+    assert_no_secret,
+    build_file,
+    build_folder,
+    master,
+    refused,
+    signing,
+    trust,
+)
 from tests.integration.keys.openbao import ROOT, running
 from tests.integration.keys.services import SlowProxy, answer, hang, request_for, serving
 
@@ -85,8 +101,6 @@ def test_from_pretrained(openbao, vault_user, tmp_path, tiny_llama_shards):
 
 def test_one_request_for_a_folder(openbao, vault_user, tmp_path, monkeypatch, authority, localhost):
     """Counted by a server that stands in for OpenBao."""
-    from tests.attacks.kit import build_folder
-
     body = json.dumps({"data": {"data": KEY.document(), "metadata": {"version": 1}}}).encode()
     folder = build_folder(tmp_path / "model", shards=3)
     monkeypatch.setenv("VAULT_CACERT", str(authority.file))
@@ -314,3 +328,34 @@ def test_answers_of_other_editions(vault_user, monkeypatch, authority, localhost
     monkeypatch.setenv("VAULT_CACERT", str(authority.file))
     with serving(localhost, answer(b'{"errors":[]}', status)) as server, refused(kind, words):
         resolve(f"vault:https://localhost:{server.port}/secret/data/a")
+
+
+def test_the_commands_of_the_guide(openbao, vault_user, tmp_path, secure_loader_home, monkeypatch):
+    """What docs/keys.md says, word for word, but for the address."""
+    text = (Path(__file__).parents[3] / "docs" / "keys.md").read_text()
+    blocks = re.findall(
+        r"```sh\n(.*?)```", text.split("### HashiCorp Vault and OpenBao\n")[1].split("\n## ")[0], re.DOTALL
+    )
+    assert len(blocks) == 2
+    openbao.do("DELETE", "sys/auth/approle")
+    build_folder(tmp_path / "model-sec")
+    key = tmp_path / "alice.enc.jwk"
+    key.write_text(json.dumps(KEY.document()))
+    (secure_loader_home / "config.toml").write_text('[loader]\nkey_private_hosts = ["127.0.0.1"]\n')
+    store = secure_loader_home / "trust"
+    store.mkdir()
+    (store / "publisher.json").write_text(json.dumps({"name": "publisher", "key": SIGN.verify_key().document()}))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("VAULT_TOKEN_FILE")
+    for block, token in zip(blocks, (ROOT, ""), strict=True):
+        monkeypatch.setenv("VAULT_TOKEN", token)
+        script = block.replace("vault.example.com:8200", f"127.0.0.1:{openbao.port}")
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert_no_secret(done.stdout + done.stderr)
+    plain = tmp_path / "model-sec-plain"
+    assert sorted(p.name for p in (tmp_path / "model-again").glob("*.safetensors")) != []
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "model-again" / name).read_bytes() == (plain / name).read_bytes()
