@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import PolicyDeniedError
 from .envelope import Policy
 from .policy_clock import check_clock
-from .policy_engine import decide
+from .policy_engine import check_text, decide
 from .policy_input import describe
 from .trust import VerifiedHeader
 
@@ -60,6 +60,7 @@ def enforce(verified: VerifiedHeader) -> None:
     profile = verified.envelope.profile
     whose = "a file that names no model" if profile is None else f"{profile.model_id!r}, release {profile.release}"
     try:
+        check_text(text)
         check_clock(now, None if profile is None else profile.created)
         given = describe(text, verified, now)
         key = None if _THIS_FILE.search(text) else _key(digest.digest(), given)

@@ -45,6 +45,18 @@ class Facts:
     clock: bool
 
 
+def check_text(text: str) -> None:
+    """Refuse what no engine has to see.
+
+    Raises:
+        PolicyDeniedError: Larger than 64 KiB, or with a character that hides what comes after it.
+    """
+    if len(text) > MAX_POLICY or len(text.encode("utf-8", "surrogatepass")) > MAX_POLICY:
+        raise PolicyDeniedError(f"the local policy is larger than {MAX_POLICY} bytes ({RULE})")
+    if "\0" in text:  # the engine takes it for the end of the text
+        raise PolicyDeniedError(f"the local policy holds a NUL character ({RULE})")
+
+
 def decide(text: str, document: str) -> None:
     """Let a policy pass that says ``true``.
 
@@ -77,10 +89,7 @@ def examine(text: str) -> Facts:
 
 
 def _ask(text: str, document: str | None) -> str:
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_POLICY:
-        raise PolicyDeniedError(f"the local policy is larger than {MAX_POLICY} bytes ({RULE})")
-    if "\0" in text:  # the engine takes it for the end of the text
-        raise PolicyDeniedError(f"the local policy holds a NUL character ({RULE})")
+    check_text(text)
     import subprocess  # not at the top: files with the trivial policy need none
 
     request = {"engine": _engine(), "corpus": CORPUS, "policy": text, "input": document}

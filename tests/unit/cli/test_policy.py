@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,31 @@ def test_without_an_engine(cli, monkeypatch):
     for command in ("lint", "test"):
         err = cli("policy", command, FOLDER / "region.rego", code=2).err
         assert "hint: pip install 'secure-loader[policy]'" in err
+
+
+GUIDE = (FOLDER.parents[1] / "docs" / "policy.md").read_text()
+
+
+def test_the_guide(cli, model, tmp_path):
+    """Its policy and cases go together, its table of files is the folder's, and its commands run."""
+    (rego,) = re.findall(r"```rego\n(.*?)```", GUIDE, re.DOTALL)
+    (cases,) = re.findall(r"```json\n(.*?)```", GUIDE, re.DOTALL)
+    (tmp_path / "licence.rego").write_text(rego)
+    for name in ("licence.cases.json", "other.json"):
+        (tmp_path / name).write_text(cases)
+    (tmp_path / "configs").symlink_to(FOLDER.parent)
+    commands = re.findall(r"^    secure-loader (.*)$", GUIDE, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        cli(*shlex.split(command, comments=True))
+    assert (tmp_path / "model-encrypted").is_dir()
+    assert sorted(re.findall(r"^\| `([a-z-]+\.rego)` \|", GUIDE, re.MULTILINE)) == sorted(
+        p.name for p in FOLDER.glob("*.rego")
+    )
+
+
+def test_the_guide_says_how_many_cases_the_engine_has_to_get_right():
+    from secure_loader.core.policy_corpus import CORPUS
+
+    assert f"asks it {len(CORPUS)} questions" in GUIDE
+    assert f"a corpus of {len(CORPUS)} cases" in (FOLDER.parents[1] / "docs" / "adr" / "0013-policy.md").read_text()
