@@ -206,7 +206,10 @@ def test_a32_http_is_no_scheme_of_keys(settings, localhost):
 
 def test_a32_a_query_is_refused_and_not_shown(settings):
     with refused(KeyAccessError, "must not hold a query"):
+        provider("https").resolve("//keys.example/keys.json?token=hunter2", request_for(KEY))
+    with pytest.raises(ConfigError, match="keys takes references") as caught:
         ask("https://keys.example/keys.json?token=hunter2", settings())
+    assert "hunter2" not in str(caught.value)
 
 
 # --- 32: what comes back -------------------------------------------------------------------------------------------

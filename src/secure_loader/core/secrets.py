@@ -16,6 +16,9 @@ _HEX = re.compile(r"(0x)?([0-9a-fA-F]{32}|[0-9a-fA-F]{48}|[0-9a-fA-F]{64}|[0-9a-
 _BASE64 = re.compile(r"[\w+/-]{22}(==)?|[\w+/-]{32}|[\w+/-]{43}=?|[\w+/-]{64}|[\w+/-]{86}(==)?", re.ASCII)
 _ARMOUR = ("-----BEGIN", "PRIVATE KEY", "AGE-SECRET-KEY")
 _SCHEME = re.compile(r"(file|env|fd|passphrase|age):")
+# Vault's, and URLs that hold a password or, it may be, a token: whatever is not a version of a secret.
+_TOKEN = re.compile(r"(hv[sbr]|[sbr])\.[\w-]{24,}", re.ASCII)
+_LOADED_URL = re.compile(r"(vault:)?https?://([^/?#]*@|[^?#]*\?(?!version=\d+$))", re.IGNORECASE)
 # So many capitals are not the beginnings of words.
 _CAPITALS = 6
 
@@ -23,14 +26,14 @@ _CAPITALS = 6
 def looks_like_key(text: str) -> bool:
     """Whether a text may be key material where the name of a key or the way to one is expected.
 
-    It is then refused without being shown, with or without a scheme before it. Names and paths that people make up are
+    It is then refused without being shown, with or without a scheme before it; so are tokens and passwords. Names and paths that people make up are
     not mistaken: what is random holds small letters, capitals and digits all together, or a great many capitals.
     """
     text = text.strip()
     text = text[len(found[0]) :] if (found := _SCHEME.match(text)) else text
     if text.startswith(("{", "[")) or "\n" in text or '"k"' in text or '"d"' in text or any(a in text for a in _ARMOUR):
         return True
-    if _HEX.fullmatch(text):
+    if _HEX.fullmatch(text) or _TOKEN.fullmatch(text) or _LOADED_URL.match(text):
         return True
     capitals = len(re.findall(r"[A-Z]", text))
     random = re.search(r"[a-z]", text) and capitals and (re.search(r"[0-9+]", text) or capitals >= _CAPITALS)

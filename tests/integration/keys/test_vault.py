@@ -15,7 +15,7 @@ import pytest
 from secure_loader import encrypt_model, safe_open
 from secure_loader.config import LoaderConfig
 from secure_loader.core.checkpoint import Checkpoint
-from secure_loader.core.keys.provider import KeyRing
+from secure_loader.core.keys.provider import KeyRing, provider
 from secure_loader.core.session import Session
 from secure_loader.errors import (
     KeyAccessError,
@@ -209,7 +209,7 @@ def test_wrong_paths(openbao, vault_user):
 )  # fmt: skip
 def test_references_that_name_no_secret(vault_user, rest):
     with refused(KeyAccessError, "names no secret of a KV engine, version 2"):
-        resolve(f"vault:https://127.0.0.1/{rest}")
+        provider("vault").resolve(f"https://127.0.0.1/{rest}", request_for(KEY))
 
 
 @pytest.mark.parametrize("reference", ["vault:secret/data/a", "vault://host/secret/data/a", "vault:/secret/data/a"])

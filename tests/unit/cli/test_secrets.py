@@ -144,6 +144,27 @@ def test_looks_like_a_key(material):
     assert looks_like_key(f"  {material}\n")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://user:hunter2@keys.example.com/a",
+        "https://hunter2@keys.example.com/a",
+        "vault:https://u:hunter2@vault.example.com/secret/data/a",
+        "https://keys.example.com/a.jwks?X-Amz-Signature=hunter2",
+        "vault:https://vault.example.com/secret/data/a?token=hunter2",
+        "hvs.CAESIJ" + "hunter2Ab" * 10,
+        "s.NjFZgIfxVZ59cPhunter2Vq0O",
+    ],
+)
+def test_urls_that_are_secrets_and_tokens(cli, encrypted, monkeypatch, text):
+    """Refused as keys are, wherever a reference is expected, and not shown."""
+    assert looks_like_key(text)
+    monkeypatch.setenv("SECURE_LOADER_KEYS", text)
+    for words, code in ((("decrypt", encrypted, "x", "-v"), 2), (("env",), 0), (("config", "show"), 2)):
+        done = cli(*words, code=code)
+        assert "hunter2" not in done.out + done.err
+
+
 @pytest.mark.parametrize("length", [16, 24, 32, 48, 64])
 def test_random_keys_look_like_keys(length):
     """All but one in a few thousand, which have no digit and few capitals, or letters of one kind only."""
@@ -175,6 +196,10 @@ def test_random_keys_look_like_keys(length):
         "models/customer-a/keys/enc/2026/alice-1.jwk",
         "environments/production/eu-west-1/customer-a/keys/model-2026-aa",
         "/home/Alice/projects/model1/keys/aliceXenc1",
+        "https://keys.example.com:8443/models/a@b/keys.jwks",
+        "vault:https://vault.example.com:8200/secret/data/models/Alice2",
+        "vault:https://[fd00::1]:8200/secret/data/models/alice?version=12",
+        "s.safetensors",
         "*.bias",
         "",
     ],
