@@ -75,6 +75,7 @@ def test_where_weights_go():
     assert parameters(core_model_loading.spawn_materialize)[:4] == ["thread_pool", "tensor", "device", "dtype"]
     assert hasattr(core_model_loading.spawn_materialize, "_secure_loader")
     assert hasattr(modeling_utils.check_and_set_device_map, "_secure_loader")
+    assert hasattr(modeling_utils._get_device_map, "_secure_loader")
     # The device map is known before files are looked for; each weight is asked for by way of spawn_materialize.
     source = inspect.getsource(inspect.unwrap(transformers.PreTrainedModel.from_pretrained.__func__))
     assert source.index("check_and_set_device_map(") < source.index("_get_resolved_checkpoint_files(")

@@ -13,7 +13,7 @@ import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,37 +156,46 @@ class Context:
     def read_ahead(self, filenames: Iterable[str | os.PathLike[str]]) -> None:
         """Begin with torch tensors of files that are about to be opened, in upstream's order.
 
-        Where all of them go to one GPU they are brought there. Where several devices share them, nobody knows yet which
-        tensor goes where, and nothing is begun.
+        What goes to GPUs is brought there. While upstream has yet to share a model out between devices, nothing is begun.
 
         Raises:
             SecureLoaderError: As :meth:`open`.
         """
         self.stop_reading_ahead()
-        budget = self.session.config.prefetch_bytes
-        if self.passive or not budget:
+        if self.passive or not self.session.config.prefetch_bytes:
             return
         opened = {os.path.abspath(os.fspath(name)): self.open(name) for name in filenames}
         files = {path: file for path, file in opened.items() if file is not None}
-        tensors = [(file, name) for file in files.values() for name in file.header.tensors]
-        tensors.sort(key=lambda t: natural_key(t[1]))
         self._read_ahead = set(files)
-        places = {_spelled(place) for place in self._places()}
-        # One engine serves all files of a session.
-        file = next(iter(files.values()), None)
-        engines = [] if file is None else [file.engine(place) for place in sorted(places - {"cpu", "disk"})]
-        # Any GPU only where upstream has yet to choose one: whoever asks for an engine gets a context on its device.
-        if not engines or not (any(engines) or (file is not None and file.engine("cuda"))):
+        self._begin(list(files.values()))
+
+    def share_out(self, device_map: Any) -> None:
+        """Go on where :meth:`read_ahead` had to wait for upstream's decision.
+
+        Raises:
+            SecureLoaderError: As :meth:`open`.
+        """
+        self.device_map = device_map
+        if self.ahead is None:
+            self._begin([self.files[path] for path in sorted(self._read_ahead)])
+
+    def _begin(self, files: Sequence[TensorFile]) -> None:
+        if not files:
+            return
+        tensors = [(file, name) for file in files for name in file.header.tensors]
+        tensors.sort(key=lambda t: natural_key(t[1]))
+        budget, places = self.session.config.prefetch_bytes, self.device_map
+        if places is not None and not isinstance(places, dict) and files[0].engine("cuda") is not None:
+            return  # "auto" and the like
+        # One engine serves all files of a session. It gets a context on its device, so only those in use are asked for.
+        named = {_spelled(p) for p in places.values()} if isinstance(places, dict) else set()
+        engines = {place: files[0].engine(place) for place in sorted(named - {"cpu", "disk"})}
+        if any(engines.values()):
+            placed = [(f, n, engine) for f, n in tensors if (engine := engines.get(_place_of(n, places))) is not None]
+            self.ahead = DeviceAhead(placed, framework("pt"), budget)
+        else:
             options = Options(page_cache=self.session.config.page_cache)
             self.ahead = Prefetch(tensors, framework("pt"), budget, options, at_once=True)
-        elif len(places) == 1:
-            self.ahead = None if engines[0] is None else DeviceAhead(tensors, framework("pt"), engines[0], budget)
-
-    def _places(self) -> set[Any]:
-        """Devices that tensors go to, as far as upstream has said; ``"auto"`` and the like while it has not."""
-        if isinstance(self.device_map, dict):
-            return set(self.device_map.values())
-        return {"cpu"} if self.device_map is None else {self.device_map}
 
     def stop_reading_ahead(self) -> None:
         """Wipe what was decrypted and not asked for."""
@@ -276,6 +285,13 @@ class Context:
             )
         self._written.add(os.path.abspath(os.fspath(filename)))
         return self.writer.publication
+
+
+def _place_of(name: str, device_map: Mapping[str, Any]) -> str:
+    """Where a tensor goes, as far as its name in the file tells: upstream may rename it. A wrong guess costs a copy."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return _spelled(device_map.get(name, "cpu"))
 
 
 def _spelled(device: Any) -> str:

@@ -9,6 +9,7 @@ name                                        what is done to it
 ``PreTrainedModel.from_pretrained``         takes ``loader`` and ``loader_config``
 ``PreTrainedModel.save_pretrained``         takes ``saver``; warns before it writes secure weights in clear
 ``check_and_set_device_map``                tells where weights are going to be
+``_get_device_map``                         tells how a model is shared out between devices
 ``_get_resolved_checkpoint_files``          checks the folder, picks the variant, names the cure
 ``core_model_loading.spawn_materialize``    reads a weight on the device that it belongs to
 ``AutoModel*.from_pretrained``              checks the folder before its config is read
@@ -101,6 +102,8 @@ def _patch_modeling_utils(module: Any) -> None:
         module._get_resolved_checkpoint_files = _flagged(inner, _resolved_checkpoint_files)  # noqa: SLF001 - likewise
     if not hasattr(module.check_and_set_device_map, _FLAG):
         module.check_and_set_device_map = _flagged(module.check_and_set_device_map, _check_device_map)
+    if not hasattr(module._get_device_map, _FLAG):  # noqa: SLF001 - likewise
+        module._get_device_map = _flagged(module._get_device_map, _share_out)  # noqa: SLF001 - likewise
     loading_module: Any = sys.modules["transformers.core_model_loading"]
     if not hasattr(loading_module.spawn_materialize, _FLAG):
         loading_module.spawn_materialize = _flagged(loading_module.spawn_materialize, _spawn_materialize)
@@ -192,6 +195,14 @@ def _check_device_map(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     context = current()
     if context is not None:
         context.device_map = device_map
+    return device_map
+
+
+def _share_out(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    device_map = inner(*args, **kwargs)
+    context = current()
+    if context is not None:
+        context.share_out(device_map)
     return device_map
 
 

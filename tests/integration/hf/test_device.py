@@ -104,6 +104,23 @@ def test_several_places_get_what_is_theirs(tied, publisher, engine, on_the_cpu, 
     assert sum(engine.asked) == sum(p.nbytes for n, p in plain.named_parameters() if n not in first)
 
 
+def test_upstream_shares_out(tied, publisher, engine, on_the_cpu, monkeypatch):
+    from secure_loader.hf import hook
+
+    shared_out = hook._flagged(lambda *args: {"": DEVICE}, hook._share_out)
+    monkeypatch.setattr("transformers.modeling_utils._get_device_map", shared_out)
+    secure = AutoModelForCausalLM.from_pretrained(tied.secure, device_map="auto", **publisher.load)
+    assert same(AutoModelForCausalLM.from_pretrained(tied.plain), secure)
+    assert len(engine.asked) == 1
+    assert on_the_cpu == []
+
+
+def test_auto_without_a_gpu_reads_ahead_as_ever(tied, publisher, on_the_cpu):
+    secure = AutoModelForCausalLM.from_pretrained(tied.secure, device_map="auto", **publisher.load)
+    assert same(AutoModelForCausalLM.from_pretrained(tied.plain), secure)
+    assert set(on_the_cpu) == {n for n, _ in secure.named_parameters()}
+
+
 def test_another_dtype_is_made_after_the_verdict(tied, publisher, engine, on_the_cpu):
     plain = AutoModelForCausalLM.from_pretrained(tied.plain, dtype=torch.float64)
     secure = AutoModelForCausalLM.from_pretrained(

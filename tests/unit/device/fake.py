@@ -212,10 +212,11 @@ class FakeDevice:
     def clear(self, memory: Memory, start: int, nbytes: int) -> None:
         self.call("clear")
         block = self._block(memory.address + start, nbytes)
+        at = memory.address + start - block.memory.address  # it may be part of what was allocated
 
         def clear() -> None:
-            block.array[start : start + nbytes] = 0
-            block.state[start : start + nbytes] = CLEARED
+            block.array[at : at + nbytes] = 0
+            block.state[at : at + nbytes] = CLEARED
 
         self.queue(COMPUTE, clear)
 

@@ -43,3 +43,8 @@ class HostEngine(Engine):
                 if id(memory) not in known:
                     self.device.adopt(memory.owner, memory)
             super().fill(parts, *args)
+
+    def overwrite(self, *args: Any) -> None:
+        with self._turn:
+            self.device._thread = threading.get_ident()
+            super().overwrite(*args)

@@ -28,7 +28,7 @@ def file(path):
 
 
 def ahead_of(file, engine, budget=1 << 30):
-    return DeviceAhead([(file, name) for name in sorted(file.header.tensors)], framework("pt"), engine, budget)
+    return DeviceAhead([(file, name, engine) for name in sorted(file.header.tensors)], framework("pt"), budget)
 
 
 @pytest.mark.parametrize("budget", [1, 100_000, 1 << 30])

@@ -1,4 +1,4 @@
-"""Tensors brought to a device many at a time, for a framework that asks for them one by one.
+"""Tensors brought to devices many at a time, for a framework that asks for them one by one.
 
 A transfer of one tensor hardly begins before it ends; one of many keeps disk, bus and device busy at once. What is brought
 is the final storage, so nothing is kept twice.
@@ -20,9 +20,10 @@ _Key = tuple[int, str]
 
 
 class _Batch:
-    """Tensors that are brought together; read by whoever asks for one of them first."""
+    """Tensors that are brought together, by whoever asks for one of them first."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine, lock: threading.Lock) -> None:
+        self.engine, self.lock = engine, lock
         self.tensors: list[tuple[TensorFile, str]] = []
         self.nbytes = 0
         self.owners: dict[_Key, Any] | None = None
@@ -33,25 +34,27 @@ class DeviceAhead:
     """Hands out each tensor once, on its device; as :class:`core.archive.Ahead`. Any thread may ask. A context manager.
 
     Args:
-        tensors: Files and names, in the order in which they will be asked for.
+        tensors: Files, names and the engines of their devices, in the order in which they will be asked for.
         fw: Whose tensors to make.
-        engine: Of the device.
-        budget: Bytes that are brought together; a tensor that is larger comes alone.
+        budget: Bytes that are brought to a device together; a tensor that is larger comes alone.
     """
 
-    def __init__(self, tensors: Iterable[tuple[TensorFile, str]], fw: Framework, engine: Engine, budget: int) -> None:
-        self._fw, self._engine = fw, engine
-        # Whoever holds it talks to the device; the others wait for the very tensors that he brings.
-        self._lock = threading.Lock()
+    def __init__(self, tensors: Iterable[tuple[TensorFile, str, Engine]], fw: Framework, budget: int) -> None:
+        self._fw = fw
         self._of: dict[_Key, _Batch] = {}
         self._batches: list[_Batch] = []
-        for file, name in tensors:
-            nbytes = file.info(name).nbytes
-            if not self._batches or self._batches[-1].nbytes + nbytes > budget:
-                self._batches.append(_Batch())
-            self._batches[-1].tensors.append((file, name))
-            self._batches[-1].nbytes += nbytes
-            self._of[id(file), name] = self._batches[-1]
+        # Whoever holds a device's lock talks to it; the others wait for the very tensors that he brings.
+        locks: dict[int, threading.Lock] = {}
+        current: dict[int, _Batch] = {}
+        for file, name, engine in tensors:
+            nbytes, batch = file.info(name).nbytes, current.get(id(engine))
+            if batch is None or batch.nbytes + nbytes > budget:
+                batch = _Batch(engine, locks.setdefault(id(engine), threading.Lock()))
+                current[id(engine)] = batch
+                self._batches.append(batch)
+            batch.tensors.append((file, name))
+            batch.nbytes += nbytes
+            self._of[id(file), name] = batch
 
     def take(self, file: TensorFile, name: str) -> Any:
         """A tensor, brought together with its neighbours where nobody has asked for one of them before.
@@ -67,10 +70,10 @@ class DeviceAhead:
             SecureLoaderError: It could not be read or verified; everything that was brought with it was overwritten.
         """
         key = (id(file), name)
-        with self._lock:
-            batch = self._of.pop(key, None)
-            if batch is None:
-                return None
+        batch = self._of.pop(key, None)
+        if batch is None:
+            return None
+        with batch.lock:
             if batch.owners is None and batch.error is None:
                 self._bring(batch)
             if batch.error is not None or batch.owners is None:
@@ -85,7 +88,7 @@ class DeviceAhead:
         first = tensors[0][0]
         try:
             parts = [file.part(name) for file, name in tensors]
-            owners = self._engine.load(parts, first.read_options, first.device_buffer_bytes)
+            owners = batch.engine.load(parts, first.read_options, first.device_buffer_bytes)
         except BaseException as e:
             # The others that wait for this batch are told the same; an interruption is the business of one thread alone.
             batch.error = e if isinstance(e, Exception) else ReadError("the load was interrupted")
@@ -100,9 +103,10 @@ class DeviceAhead:
 
     def close(self) -> None:
         """Overwrite what nobody has asked for, and forget it. May be called again after an interruption."""
-        with self._lock:
-            self._of.clear()
-            for batch in self._batches:
-                for owner in (batch.owners or {}).values():
-                    owner.zero_()
+        self._of.clear()
+        for batch in self._batches:
+            with batch.lock:
+                batch.error = batch.error or ReadError("the load has ended")
+                if batch.owners:
+                    batch.engine.overwrite(list(batch.owners.values()))
                 batch.owners = None

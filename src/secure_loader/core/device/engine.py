@@ -97,6 +97,19 @@ class Engine:
         targets = [Target(p.wanted, memory, at, p.key if kernels else None) for p, memory, at in parts]
         transfer(Way(self._device, kernels, host_bytes, self._slot_bytes, self._direct), targets, options)
 
+    def overwrite(self, owners: Sequence[Any]) -> None:
+        """Zeros in what :meth:`load` gave and nobody is going to use.
+
+        Raises:
+            DeviceError: The device failed.
+        """
+        # Not on the stream of whoever calls: the memory may be given to somebody on another one before the zeros come.
+        self._device.follow()
+        for owner in owners:
+            if owner.nbytes:
+                self._device.clear(Memory(owner, owner.data_ptr(), owner.nbytes), 0, owner.nbytes)
+        self._device.synchronise()
+
     def _look_at(self, part: Part) -> None:
         """Say once for each file who decrypts it."""
         stored = part.wanted.stored
