@@ -155,7 +155,7 @@ def engine_for(device: str, kernels: str = "auto", *, require: bool = False) -> 
     """
     if not device.startswith("cuda"):
         return None
-    from .torch_device import TorchDevice, index_of
+    from .torch_device import TorchDevice, index_of, is_rocm
 
     index = index_of(device)
     if index is None:
@@ -163,6 +163,8 @@ def engine_for(device: str, kernels: str = "auto", *, require: bool = False) -> 
     key = (index, kernels, require)
     with _lock:
         if key not in _engines:
-            chosen = choose(index, kernels, require=require)
+            # Another driver's device of the same number would pass its known-answer test, and then be given AMD's addresses.
+            ways = "triton" if kernels == "auto" and is_rocm() else kernels
+            chosen = choose(index, ways, require=require)
             _engines[key] = Engine(TorchDevice(index), chosen.kernels, require=require, direct=CuFile(index))
         return _engines[key]

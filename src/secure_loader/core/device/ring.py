@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Long enough that the cost of starting a copy does not show; short enough that the first one starts soon.
 SLOT_BYTES = 32 << 20
 # Of a small load, so that reading and copying overlap there as well.
-_MIN_SLOT_BYTES = 4 << 20
+_MIN_SLOT_BYTES = 8 << 20
 _SLOTS_PER_LOAD = 8
 
 

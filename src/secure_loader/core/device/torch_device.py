@@ -151,6 +151,11 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     return Memory(owner, tensor.data_ptr(), tensor.nbytes)
 
 
+def is_rocm() -> bool:
+    """Whether this torch is one for AMD's devices, which it calls ``cuda`` as well."""
+    return torch.version.hip is not None
+
+
 def index_of(device: str) -> int | None:
     """Number of the GPU that torch means by a name; None where it is another kind of device, or torch cannot use it."""
     try:
