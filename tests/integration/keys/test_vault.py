@@ -155,6 +155,16 @@ def test_what_is_no_token_is_not_sent_and_not_shown(openbao, vault_user, text):
     assert not text.strip() or text not in str(caught.value)
 
 
+def test_what_is_no_token_in_the_environment(vault_user, monkeypatch):
+    for bad in ("hunter2 hunter3", "hunter2\r\nX-Evil: 1", "hunter2\udcff"):
+        monkeypatch.setenv("VAULT_TOKEN", bad)
+        with pytest.raises(KeyAccessError, match="VAULT_TOKEN does not hold one word of ASCII") as caught:
+            resolve("vault:https://127.0.0.1/secret/data/a")
+        frames = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
+        shown = [str(f.locals) for f in frames.stack if "/secure_loader/" in f.filename]
+        assert "hunter2" not in "".join(shown) + str(caught.value)
+
+
 def test_an_approle(openbao, vault_user, tmp_path, monkeypatch):
     monkeypatch.delenv("VAULT_TOKEN_FILE")
     secret_id = tmp_path / "secret-id"

@@ -381,7 +381,7 @@ def _head(url: Url, method: str, headers: Mapping[str, str | Secret], body: byte
         fields |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
     head = bytearray(f"{method} {target} HTTP/1.1\r\n".encode("ascii"))
     for name, value in fields.items():
-        shown = value.reveal() if isinstance(value, Secret) else value.encode("ascii", errors="replace")
+        shown = value.reveal() if isinstance(value, Secret) else value.encode("utf-8", errors="surrogateescape")
         if not _HEADER_VALUE.fullmatch(shown):
             wipe(head)
             raise KeyAccessError(f"{url.source}: what is to be sent as {name} holds characters that cannot be")

@@ -77,8 +77,8 @@ def _check(response: Response, url: Url) -> None:
 def _token(url: Url, rules: Rules, deadline: Deadline) -> Secret:
     """The token to ask with: the first that is set of a token, its file, an AppRole, and what ``vault login`` left."""
     home_file = Path("~/.vault-token").expanduser()
-    if given := os.environ.get("VAULT_TOKEN"):
-        return _credential(bytearray(given, "utf-8"), "VAULT_TOKEN")
+    if os.environ.get("VAULT_TOKEN"):
+        return _credential(bytearray(os.environb[b"VAULT_TOKEN"]), "VAULT_TOKEN")
     if named := os.environ.get("VAULT_TOKEN_FILE"):
         return _from_file(Path(named), "token file")
     if role := os.environ.get("VAULT_ROLE_ID"):
