@@ -7,7 +7,6 @@ from __future__ import annotations
 
 NOT_IN_THIS_RELEASE = {
     33: "no kbs: key source",
-    68: "no locked memory, no switch against core dumps",
     71: "no native code, and no release to attest yet",
 }
 
@@ -15,5 +14,4 @@ TESTED_ELSEWHERE = {
     48: "test_ciphertext_is_as_long_as_the_tensor",
     66: "test_a_key_object_has_the_length_of_its_algorithm",
     69: "test_plain_save_of_a_secure_model_warns_once",
-    72: "test_an_unknown_scheme",
 }

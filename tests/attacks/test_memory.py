@@ -1,0 +1,198 @@
+"""67, 68: what of a key is left in a process that has closed its model, looked at from outside, byte by byte."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyrage
+import pytest
+
+from secure_loader import MasterKey
+from secure_loader.core.aead import ALGORITHMS
+from secure_loader.core.keys.scrypt_file import MIN_WORK, seal
+from secure_loader.core.secrets import Secret
+from tests.attacks.kit import SIGN, Victim, build_file
+
+PHRASE = b"correct horse battery staple"
+CHILD = """
+import gc, sys
+import numpy
+import secure_loader
+path, reference, trust, *steps = sys.argv[1:]
+if "harden" in steps:
+    secure_loader.harden_process()
+f = secure_loader.safe_open(path, "numpy", keys=[reference], trust=trust, strict=True)
+with f:
+    for name in f.keys():
+        f.get_tensor(name)
+    if "open" in steps:
+        print("ready", flush=True)
+        sys.stdin.read(1)
+del f
+if "forget" in steps:
+    secure_loader.forget_keys()
+gc.collect()
+print("ready", flush=True)
+sys.stdin.read(1)
+"""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model under a key that is nowhere but in its sources."""
+
+    model: Path
+    trust: Path
+    key: bytes
+    deks: tuple[bytes, ...]
+    references: dict[str, str]
+    environment: dict[str, str]
+    text: bytes
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory) -> Scene:
+    folder = tmp_path_factory.mktemp("memory")
+    raw = secrets.token_bytes(32)
+    key = MasterKey("enc-1", ALGORITHMS["aes256gcm"], Secret(raw))
+    model = build_file(folder / "x.safetensors", master=key)
+    with Victim(keys=[key]).open(model) as f:
+        f.get_tensor("big")
+        deks = tuple(bytes(s.reveal()) for s in f.file._deks.values())
+    text = json.dumps(key.document()).encode()
+
+    def private(name: str, data: bytes) -> Path:
+        (folder / name).write_bytes(data)
+        (folder / name).chmod(0o600)
+        return folder / name
+
+    identity = pyrage.x25519.Identity.generate()
+    trust = folder / "trust.json"
+    trust.write_text(json.dumps(SIGN.verify_key().document()))
+    trust.chmod(0o644)
+    references = {
+        "file": str(private("key.jwk", text)),
+        "env": "env:THE_KEY",
+        "fd": "fd:0",
+        "passphrase": f"passphrase:{private('key.jwk.age', seal(bytearray(text), Secret(PHRASE), work=MIN_WORK))}",
+        "age": f"age:{private('other.jwk.age', pyrage.encrypt(text, [identity.to_public()]))}",
+    }
+    environment = {
+        "SECURE_LOADER_HOME": str(folder / "home"),
+        "SECURE_LOADER_PASSPHRASE_FILE": str(private("phrase", PHRASE)),
+        "SECURE_LOADER_AGE_IDENTITY": str(private("identity", str(identity).encode())),
+    }
+    return Scene(model, trust, raw, deks, references, environment, text)
+
+
+@contextlib.contextmanager
+def process(scene: Scene, source: str, *steps: str) -> Iterator[subprocess.Popen]:
+    """A process that has done the steps, and waits."""
+    # What OpenSSL leaves in vector registers nobody can overwrite from here. The C library saves these on the stack when
+    # it looks up a function that is called for the first time: look up all of them at the start.
+    environment = (
+        os.environ
+        | scene.environment
+        | {"LD_BIND_NOW": "1"}
+        | ({"THE_KEY": scene.text.decode()} if source == "env" else {})
+    )
+    ours, theirs = os.pipe()
+    waiting = ours
+    if source == "fd":
+        # Standard input brings the key; afterwards it is /dev/null, so that read(1) ends at once: sleep instead.
+        os.write(theirs, scene.text)
+        os.close(theirs)
+    code = CHILD.replace("sys.stdin.read(1)", "__import__('time').sleep(60)")
+    words = [sys.executable, "-c", code, scene.model, scene.references[source], scene.trust, *steps]
+    child = subprocess.Popen(words, stdin=waiting, stdout=subprocess.PIPE, env=environment)
+    try:
+        os.close(ours)
+        assert child.stdout.readline() == b"ready\n"
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+        if source != "fd":
+            os.close(theirs)
+
+
+def spellings(secret: bytes, what: str) -> dict[str, bytes]:
+    """Whole, and the half of it that the freed memory of an allocator would still show."""
+    found = {}
+    for part, data in (("", secret), (", first half", secret[:16]), (", second half", secret[16:])):
+        found |= {f"{what}{part}, raw": data, f"{what}{part}, hex": data.hex().encode()}
+    for name, encode in (("base64", base64.b64encode), ("base64url", base64.urlsafe_b64encode)):
+        digits = encode(secret).rstrip(b"=")
+        found |= {f"{what}, {name}": digits, f"{what}, end of {name}": digits[20:]}
+    return found
+
+
+def seen(child: subprocess.Popen, wanted: dict[str, bytes]) -> set[str]:
+    """Which of some bytes are in the memory that a process can write: heap, stacks, anonymous maps, data of libraries."""
+    found = set()
+    maps = Path(f"/proc/{child.pid}/maps").read_text().splitlines()
+    with Path(f"/proc/{child.pid}/mem").open("rb", 0) as memory:
+        for line in maps:
+            span, access, *_ = line.split()
+            if "w" not in access:
+                continue
+            start, stop = (int(x, 16) for x in span.split("-"))
+            memory.seek(start)
+            data = memory.read(stop - start)
+            found |= {name for name, secret in wanted.items() if re.search(re.escape(secret), data)}
+    return found
+
+
+def everything(scene: Scene) -> dict[str, bytes]:
+    wanted = spellings(scene.key, "master key")
+    for i, dek in enumerate(scene.deks):
+        wanted |= spellings(dek, f"key of tensor {i}")
+    return wanted
+
+
+@pytest.mark.parametrize("source", ["file", "env", "fd", "passphrase", "age"])
+def test_a67_no_key_in_memory_after_closing(scene, source):
+    with process(scene, source, "forget") as child:
+        assert seen(child, everything(scene)) == set()
+
+
+def test_a67_the_search_finds_what_is_there(scene):
+    """Keys of tensors while the file is open; a key that is remembered because its source cannot be read again."""
+    with process(scene, "file", "open") as child:
+        found = seen(child, everything(scene))
+        assert {f"key of tensor {i}, raw" for i in range(len(scene.deks))} <= found
+        assert not [name for name in found if name.startswith("master key")], "let go as soon as it has unwrapped"
+    with process(scene, "env") as child:
+        assert "master key, raw" in seen(child, everything(scene))
+
+
+@pytest.mark.parametrize("source", ["file", "passphrase"])
+def test_a67_no_key_as_text_even_while_a_model_is_open(scene, source):
+    with process(scene, source, "open") as child:
+        assert not [name for name in seen(child, everything(scene)) if "hex" in name or "base64" in name]
+
+
+def test_a67_a_variable_is_not_left_where_the_process_was_started_with_it(scene):
+    with process(scene, "env", "open") as child:
+        shown = Path(f"/proc/{child.pid}/environ").read_bytes()
+    assert b"SECURE_LOADER_HOME=" in shown
+    assert scene.text[:30] not in shown
+    assert b"THE_KEY=\0" in shown
+
+
+def test_a68_no_core_with_keys_in_it(scene, tmp_path):
+    with process(scene, "file", "harden", "open") as child:
+        limits = Path(f"/proc/{child.pid}/limits").read_text()
+        owner = Path(f"/proc/{child.pid}/mem").stat().st_uid
+    assert re.search(r"^Max core file size +0 +0 ", limits, re.MULTILINE)
+    assert owner == 0, "root's, not the user's: the kernel dumps no such process and lets no other look into it"
