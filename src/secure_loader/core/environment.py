@@ -12,7 +12,7 @@ import platform
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,7 @@ def describe() -> Environment:
         problems.append(str(e))
     masters, signing, key_problems = _count_keys(sources)
     trusted = list(list_trusted())
+    devices = tuple(_devices(kernels))
     packages, hooks = tuple(_packages()), tuple(map(_hook, *zip(*_HOOKS, strict=True)))
     problems += key_problems
     problems += [f"{t.path}: {t.problem.message}" for t in trusted if t.problem is not None]
@@ -170,8 +171,8 @@ def describe() -> Environment:
         hooks=hooks,
         cpu_flags=_cpu_flags(),
         threads=pool,
-        devices=tuple(_devices(kernels)),
-        gpu_direct="where the file system can" if (why := obstacle()) is None else f"no: {why}",
+        devices=devices,
+        gpu_direct=_gpu_direct(devices),
         home=str(home()),
         master_keys=masters,
         signing_keys=signing,
@@ -196,6 +197,13 @@ def _devices(setting: str) -> Iterator[Device]:
             yield Device("AMD", "Triton, which is not tried here", ())
         else:
             yield Device("none", "the CPU decrypts what goes to a GPU, then it is copied", (e.message,))
+
+
+def _gpu_direct(devices: Sequence[Device]) -> str:
+    if not any(device.name.startswith("cuda:") for device in devices):
+        return "no: there is no GPU of NVIDIA's"  # before cuFile is asked: its bindings import numpy
+    why = obstacle()
+    return "where the file system can" if why is None else f"no: {why}"
 
 
 def _packages() -> Iterator[Package]:

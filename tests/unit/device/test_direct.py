@@ -162,6 +162,8 @@ def test_without_the_bindings(monkeypatch):
 
 
 def test_environment_shows_it(monkeypatch):
+    assert environment.describe().gpu_direct == "no: there is no GPU of NVIDIA's"
+    monkeypatch.setattr(environment, "_devices", lambda setting: [environment.Device("cuda:0 X (sm_90)", "x", ())])
     monkeypatch.setattr(environment, "obstacle", lambda: "for a reason")
     assert environment.describe().gpu_direct == "no: for a reason"
     monkeypatch.setattr(environment, "obstacle", lambda: None)
