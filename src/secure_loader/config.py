@@ -6,6 +6,9 @@ environment variable                      meaning
 ``SECURE_LOADER_HOME``                    folder with ``keys/``, ``trust/``, ``state/`` and ``config.toml``
 ``SECURE_LOADER_CONFIG``                  another TOML file
 ``SECURE_LOADER_KEYS``                    comma-separated key references: paths, ``file:…``, ``env:NAME``, ``https://…``
+``SECURE_LOADER_PASSPHRASE_FILE``         file with the passphrase of ``passphrase:…`` references
+``SECURE_LOADER_PASSPHRASE``              that passphrase itself; removed once it was read
+``SECURE_LOADER_AGE_IDENTITY``            identity file of ``age:…`` references
 ``SECURE_LOADER_THREADS``                 threads of the shared pool
 ``SECURE_LOADER_INTEGRITY``               ``tags`` or ``full``
 ``SECURE_LOADER_PAGE_CACHE``              ``keep``, ``drop`` or ``bypass``
