@@ -278,6 +278,24 @@ def test_a32_a_body_is_in_no_message_and_no_frame(settings, localhost):
             caught.value.__traceback__ = None
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\nff\r\n{" % (len(SET), SET)),
+        raw(SET + b"\r\n"),
+    ],
+    ids=["cut", "bare"],
+)
+def test_a32_a_body_is_in_no_error_behind_the_error(script, settings, localhost):
+    """Errors of http.client hold what was read so far, and Python chains errors that are raised while handling others."""
+    with serving(localhost, script) as server, pytest.raises(KeySourceResponseError) as caught:
+        ask(server, settings())
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert_no_secret(repr((error.args, vars(error))))
+        error = error.__cause__ or error.__context__
+
+
 def test_a32_nothing_is_asked_for_a_file_that_nobody_trusted_signed(tmp_path, settings, localhost):
     path = build_file(tmp_path / "model.safetensors", signing=MALLORY)
     with serving(localhost, answer(key_set(KEY))) as server:

@@ -224,6 +224,8 @@ def request(
         KeyAccessError: An address that is not public and not allowed, or a local file that cannot be used.
     """
     context = rules.tls.context() if url.scheme == "https" else None
+    said: str | None = None
+    why = ""
     try:
         with _connect(url, rules, deadline) as plain, _secured(plain, context, url.host, deadline) as connection:
             _send(connection, deadline, _head(url, method, headers or {}, body), body)
@@ -240,10 +242,12 @@ def request(
         said = (
             str(e) if isinstance(e, _AnswerError) else f"answers with something that is not HTTP ({type(e).__name__})"
         )
-        raise KeySourceResponseError(f"{url.source} {said}") from None
     except OSError as e:
         why = e.strerror or type(e).__name__
-    raise KeySourceUnreachableError(f"{url.source} cannot be reached: {why}") from None
+    # Raised here, and not from what was caught: errors of http.client hold what they have read, which may be the key.
+    if said is not None:
+        raise KeySourceResponseError(f"{url.source} {said}")
+    raise KeySourceUnreachableError(f"{url.source} cannot be reached: {why}")
 
 
 def check_status(response: Response, url: Url) -> None:
