@@ -73,28 +73,38 @@ class Authority:
         self.file.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
         self.file.chmod(0o644)
 
-    def issue(self, *names: str, days: int = 7, client: bool = False, passphrase: bytes | None = None) -> Identity:
-        """A certificate for names and addresses that is valid until ``days`` from now."""
+    def issue(
+        self,
+        *names: str,
+        days: int = 7,
+        client: bool = False,
+        passphrase: bytes | None = None,
+        subject: str | None = None,
+    ) -> Identity:
+        """A certificate for names and addresses that is valid until ``days`` from now; its subject is the first of them
+        unless another is given."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = dt.datetime.now(dt.UTC)
-        certificate = (
+        builder = (
             x509.CertificateBuilder()
-            .subject_name(_name(names[0]))
+            .subject_name(_name(subject or names[0]))
             .issuer_name(self._certificate.subject)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - 20 * DAY)
             .not_valid_after(now + days * DAY)
-            .add_extension(x509.SubjectAlternativeName([_general(name) for name in names]), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(
                 x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH if client else ExtendedKeyUsageOID.SERVER_AUTH]),
                 critical=False,
             )
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
-            .sign(self._key, hashes.SHA256())
         )
-        stem = f"{self._name}-{names[0]}-{certificate.serial_number:x}"
+        if names:
+            general = x509.SubjectAlternativeName([_general(name) for name in names])
+            builder = builder.add_extension(general, critical=False)
+        certificate = builder.sign(self._key, hashes.SHA256())
+        stem = f"{self._name}-{subject or names[0]}-{certificate.serial_number:x}"
         issued = Identity(self._folder / f"{stem}.pem", self._folder / f"{stem}.key")
         issued.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
         issued.key.touch(0o600)

@@ -178,6 +178,15 @@ def test_certificates_that_do_not_verify(authority, settings, names, days, messa
     assert server.calls == []
 
 
+def test_a_common_name_is_no_name_of_a_host(authority, settings):
+    """It is free text to many authorities, and no constraint on names need hold for it (RFC 9525, 6.3)."""
+    with (
+        serving(authority.issue(subject="localhost"), answer(key_set(KEY))) as server,
+        pytest.raises(KeySourceUnreachableError, match="certificate is refused: Hostname mismatch"),
+    ):
+        resolve(server, settings())
+
+
 def test_a_client_certificate_does_not_vouch_for_a_server(authority, settings):
     with (
         serving(authority.issue("localhost", client=True), answer(key_set(KEY))) as server,

@@ -38,6 +38,8 @@ class Tls:
         # Not ssl.create_default_context: it writes session secrets to whatever file SSLKEYLOGFILE names.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # What a host is called is said by the names that a certificate is for; its subject may be anything (RFC 9525, 6.3).
+        context.hostname_checks_common_name = False
         context.set_alpn_protocols(["http/1.1"])
         if self.ca_file is None:
             context.load_default_certs()
