@@ -192,6 +192,11 @@ def test_a54_a_few_minutes_do_not_matter(tmp_path, monkeypatch):
     assert Victim().load(made(tmp_path, HEAD + "allow if true", created="2026-06-01T00:04:59Z"))
 
 
+def test_a54_a_signature_at_the_beginning_of_time(tmp_path):
+    """No arithmetic with it may fail in a way that nobody expects."""
+    assert Victim().load(made(tmp_path, HEAD + "allow if true", created="0001-01-01T00:00:00Z"))
+
+
 def test_a54_the_log_says_which_clock(tmp_path, caplog):
     caplog.set_level("INFO", "secure_loader")
     allowed(tmp_path, HEAD + "allow if true")

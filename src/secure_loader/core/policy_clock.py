@@ -31,7 +31,8 @@ def check_clock(now: dt.datetime, created: str | None) -> None:
         signed = parse_time(created)
     except FormatError:
         raise PolicyDeniedError(f"the file says it was signed at {created!r}, which is no time") from None
-    if signed is not None and now < signed - SKEW:
+    # Nothing is taken off a time that somebody else chose: the year 1 has none before it.
+    if signed is not None and now + SKEW < signed:
         raise PolicyDeniedError(
             f"the clock of this machine says {_show(now)}, and the file was signed at {_show(signed)}",
             hint="a policy is decided only under a clock that is right: set it",
@@ -41,7 +42,7 @@ def check_clock(now: dt.datetime, created: str | None) -> None:
         last = dt.datetime.fromtimestamp(os.stat(path).st_mtime, dt.UTC)
     except OSError:
         last = None
-    if last is not None and now < last - SKEW:
+    if last is not None and now + SKEW < last:
         raise PolicyDeniedError(
             f"the clock of this machine says {_show(now)}, and a policy was decided here at {_show(last)}",
             hint=f"set the clock; if it was ahead then, remove {path}",
