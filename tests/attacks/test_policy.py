@@ -14,8 +14,11 @@ from secure_loader.core import policy
 from secure_loader.core.envelope import Policy
 from secure_loader.core.policy import ALLOW_ALL
 from secure_loader.core.policy_input import gpus
+from secure_loader.core.seal import Publication
+from secure_loader.core.source import FileSource
 from secure_loader.errors import PolicyDeniedError
-from tests.attacks.kit import Victim, build_file, build_folder, refused
+from secure_loader.hf.context import Writer
+from tests.attacks.kit import KEY, SIGN, Victim, build_file, build_folder, refused
 
 HEAD = "package model\nimport rego.v1\ndefault allow := false\n"
 LICENCE = Path(__file__).parents[2] / "configs" / "policies" / "licence-window.rego"
@@ -292,3 +295,13 @@ def test_a56_a_decision_is_remembered_for_a_minute(tmp_path, monkeypatch):
         Victim().open(path).close()
     assert len(asked) == 2
     assert os.environ.get("REGION") is None
+
+
+def test_a56_a_writer_asks_the_policies_of_its_own_files(tmp_path):
+    """What a session may read without a manifest because it has the keys that it was written with."""
+    writer = Writer(Publication(KEY, SIGN, "demo/model"))
+    with writer.open(FileSource(made(tmp_path, HEAD + "allow if input.file.release == 1"))).source as source:
+        assert source.size
+    path = made(tmp_path, HEAD + "allow if false")
+    with refused(PolicyDeniedError, "data.model.allow", place=path):
+        writer.open(FileSource(path))

@@ -21,6 +21,7 @@ from typing import Any
 
 from ..core import envelope as env
 from ..core import manifest as mf
+from ..core import policy
 from ..core.aead import ALGORITHMS
 from ..core.archive import ReadOptions, TensorFile
 from ..core.checkpoint import Checkpoint
@@ -79,6 +80,7 @@ class Writer:
             header = read_header(source)
             trust = TrustStore([signer], "this session (a folder without manifest: only its own files are read)")
             verified = verify_header(header, env.parse(header), trust)
+            policy.enforce(verified)
             return TensorFile(source, header, verified, KeyRing([by.master]), ReadOptions())
         except SecureLoaderError as e:
             source.close()
