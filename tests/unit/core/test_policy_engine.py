@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import json
 import os
 import re
@@ -21,6 +23,8 @@ from secure_loader.errors import ConfigError, PolicyDeniedError
 HEAD = "package model\nimport rego.v1\ndefault allow := false\n"
 # A package that loads the real engine under another name, so that a test can change one thing about it.
 REAL = f"""
+import ctypes
+import errno
 import importlib.util
 spec = importlib.util.spec_from_file_location("real.regorus", {next(Path(regorus.__file__).parent.glob("regorus*.so")).as_posix()!r})
 real = importlib.util.module_from_spec(spec)
@@ -183,6 +187,44 @@ def test_what_the_child_may(engine, monkeypatch):
     assert environment.keys() <= {"LC_CTYPE"}  # which Python sets itself
     assert (file, socket) == (24, 24)  # EMFILE
     assert private == "1"
+
+
+REACH = """
+import json
+def tries(what):
+    try: return what()
+    except OSError as e: return e.errno
+parent, address, folder = os.getppid(), int(sys.argv[1]), sys.argv[2]
+libc = ctypes.CDLL(None, use_errno=True)
+class Span(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+def look():
+    seen = ctypes.create_string_buffer(16)
+    here, there = Span(ctypes.addressof(seen), 16), Span(address, 16)
+    if libc.process_vm_readv(parent, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) < 0:
+        raise OSError(ctypes.get_errno(), "")
+    return seen.raw.decode()
+confine()
+print(json.dumps([
+    tries(look), tries(lambda: os.kill(parent, 0)), tries(lambda: os.unlink(folder + "/a")),
+    tries(lambda: os.rename(folder + "/a", folder + "/b")), tries(lambda: os.mkdir(folder + "/c")),
+]))
+"""
+
+
+def test_what_the_child_can_reach_without_a_descriptor(tmp_path):
+    """The memory of the process that asks, which holds keys, and names of files."""
+    version = ctypes.CDLL(None).syscall(444, None, 0, 1)
+    if version < 1:
+        pytest.skip("this kernel has no Landlock")
+    source = Path(policy_engine._CHILD).read_text().removesuffix("main()\n")
+    secret = ctypes.create_string_buffer(b"sixteen secrets.")
+    (tmp_path / "a").touch()
+    words = [sys.executable, "-I", "-S", "-c", source + REACH, str(ctypes.addressof(secret)), str(tmp_path)]
+    memory, kill, *files = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
+    assert memory == errno.EPERM
+    assert kill == (errno.EPERM if version >= 6 else None)
+    assert files == [errno.EACCES] * 3
 
 
 def test_the_child_does_not_see_this_environment(monkeypatch):
