@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -34,7 +35,7 @@ class FetchingProvider(abc.ABC):
         self.rules = Rules()
         self.seconds = DEADLINE
         self._lock = threading.Lock()
-        self._found: dict[tuple[str, str], _Answer] = {}
+        self._found: dict[tuple[str, str, int], _Answer] = {}
 
     def configure(self, config: LoaderConfig) -> None:
         """See :class:`core.keys.provider.Configurable`."""
@@ -66,7 +67,8 @@ class FetchingProvider(abc.ABC):
         return None if key is None else LocalUnwrapper(key, request)
 
     def _once(self, reference: str, kid: str) -> MasterKey | None:
-        at, mine = (reference, kid), _Answer()
+        # A process that was forked meanwhile asks for itself: nobody there will ever complete what its parent began.
+        at, mine = (reference, kid, os.getpid()), _Answer()
         with self._lock:
             answer = self._found.setdefault(at, mine)
         if answer is not mine:
