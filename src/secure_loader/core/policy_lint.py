@@ -10,6 +10,7 @@ import copy
 import datetime as dt
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from .source import read_small_file
 from .trust import parse_time
 
 MAX_CASES = 1 << 20
+# Ways to the environment on which the names that a policy asks for are not seen, and so not told.
+_OTHER_ENV = re.compile(r"""\binput\s*\[\s*["`]env["`]|\bimport\s+input\b(?!\s*\.\s*(?!env\b)\w)""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,9 @@ def lint(text: str) -> None:
         raise ConfigError(
             "the policy does not deny by default", hint="write: default allow := false, and then allow if { … }"
         )
+    if _OTHER_ENV.search(text):
+        # What is not told is undefined, and `not` of that is true.
+        raise ConfigError("the policy reaches input.env by another name", hint="write input.env.NAME, each time")
     if facts.clock:
         raise ConfigError(
             "the policy uses time.now_ns, which test cases cannot set", hint="use input.time.now_ns, which has a floor"

@@ -272,3 +272,21 @@ def test_what_a_policy_declares():
         "B_1",
         "C",
     ]
+
+
+@pytest.mark.parametrize(
+    ("imports", "rule"),
+    [
+        ("import input.env as e", "allow if not e.BLOCKED"),
+        ("import input.env", "allow if not env.BLOCKED"),
+        ("import input as i", "allow if not i.env.BLOCKED"),
+        ("import input", "allow if not input.env.BLOCKED"),
+        ("", 'allow if not input["env"].BLOCKED'),
+        ("", "allow if not input[ `env` ].BLOCKED"),
+    ],
+)
+def test_the_environment_goes_by_no_other_name(imports, rule):
+    """What is not asked for by name is undefined, and would allow here."""
+    with pytest.raises(ConfigError, match=r"reaches input\.env by another name"):
+        lint(f"package model\nimport rego.v1\n{imports}\ndefault allow := false\n{rule}")
+    lint("package model\nimport rego.v1\nimport input.file as f\ndefault allow := false\nallow if f.release == 1")
