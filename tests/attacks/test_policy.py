@@ -222,6 +222,20 @@ def test_a55_a_policy_is_told_only_what_it_asks_for(tmp_path, monkeypatch):
     allowed(tmp_path, HEAD + 'allow if { input.env.REGION == "eu"; object.keys(input.env) == {"REGION"} }')
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "import input.env as e\nallow if not e.BLOCKED",
+        "import input as i\nallow if not i.env.BLOCKED",
+        'allow if not input["env"].BLOCKED',
+        'allow if not input["\\u0065nv"].BLOCKED',
+    ],
+)
+def test_a55_a_name_that_is_not_seen_is_no_reason_to_allow(tmp_path, monkeypatch, rules):
+    monkeypatch.setenv("BLOCKED", "yes")
+    denied(tmp_path, HEAD + rules, "for names that nobody sees")
+
+
 @pytest.mark.parametrize("name", ["SECURE_LOADER_KEYS", "TOKEN"])
 def test_a55_a_policy_is_told_no_secrets(tmp_path, monkeypatch, name):
     monkeypatch.setenv(name, "0123456789abcdef" * 4)  # looks like a key

@@ -18,7 +18,7 @@ from ..errors import PolicyDeniedError
 from .envelope import Policy
 from .policy_clock import check_clock
 from .policy_engine import check_text, decide
-from .policy_input import describe
+from .policy_input import describe, hides_environment
 from .trust import VerifiedHeader
 
 ALLOW_ALL = "package model\nallow = true"
@@ -61,6 +61,11 @@ def enforce(verified: VerifiedHeader) -> None:
     whose = "a file that names no model" if profile is None else f"{profile.model_id!r}, release {profile.release}"
     try:
         check_text(text)
+        if (way := hides_environment(text)) is not None:
+            raise PolicyDeniedError(
+                f"data.model.allow is not decided: the policy may reach the environment by {way!r}, for names that nobody sees",
+                hint="its publisher should write input.env.NAME, each time",
+            )
         check_clock(now, None if profile is None else profile.created)
         given = describe(text, verified, now)
         key = None if _THIS_FILE.search(text) else _key(digest.digest(), given)

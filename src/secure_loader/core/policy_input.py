@@ -21,6 +21,8 @@ from .secrets import looks_like_key
 from .trust import VerifiedHeader
 
 _ENV = re.compile(r"""\binput\s*\.\s*env\s*(?:\.\s*([A-Za-z_]\w*)|\[\s*"([A-Za-z_]\w*)"\s*\])""", re.ASCII)
+# Ways to the environment on which the names that a policy asks for are not seen, and so not told; escapes can spell any of them.
+_OTHER_ENV = re.compile(r"""\binput\s*\[\s*["`]env["`]|\bimport\s+input\b(?!\s*\.\s*(?!env\b)\w)|\\u""")
 _DRIVER = re.compile(r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)")
 _IMAGE = re.compile(r'^(image|imageid)="(.*)"$', re.MULTILINE)
 _MAX_VALUE = 4096
@@ -44,6 +46,15 @@ def time_of(now: dt.datetime) -> dict[str, Any]:
     since = now - dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
     micros = (since.days * 86400 + since.seconds) * 10**6 + since.microseconds
     return {"now_ns": micros * 1000, "rfc3339": f"{now:%Y-%m-%dT%H:%M:%SZ}".rjust(20, "0"), "source": "system"}
+
+
+def hides_environment(policy: str) -> str | None:
+    """How a policy reaches the environment by another way than ``input.env.NAME``; None where it does not.
+
+    What is not told is undefined, and `not` of that is true.
+    """
+    found = _OTHER_ENV.search(policy)
+    return None if found is None else found.group()
 
 
 def declared(policy: str) -> list[str]:

@@ -10,7 +10,6 @@ import copy
 import datetime as dt
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +20,11 @@ from ..errors import ConfigError, FormatError, PolicyDeniedError
 from . import strict_json
 from .policy import is_trivial
 from .policy_engine import MAX_POLICY, RULE, decide, examine
-from .policy_input import declared, time_of
+from .policy_input import declared, hides_environment, time_of
 from .source import read_small_file
 from .trust import parse_time
 
 MAX_CASES = 1 << 20
-# Ways to the environment on which the names that a policy asks for are not seen, and so not told.
-_OTHER_ENV = re.compile(r"""\binput\s*\[\s*["`]env["`]|\bimport\s+input\b(?!\s*\.\s*(?!env\b)\w)""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +94,7 @@ def lint(text: str) -> None:
         raise ConfigError(
             "the policy does not deny by default", hint="write: default allow := false, and then allow if { … }"
         )
-    if _OTHER_ENV.search(text):
-        # What is not told is undefined, and `not` of that is true.
+    if hides_environment(text):
         raise ConfigError("the policy reaches input.env by another name", hint="write input.env.NAME, each time")
     if facts.clock:
         raise ConfigError(
