@@ -207,10 +207,12 @@ def _fan_out(
     except BaseException as e:  # noqa: BLE001 - a signal in this thread, say; raised again below
         failed.append(e)
     # Until no job runs any more nobody may wipe or reuse the destination.
-    try:
-        insist(helpers.dismiss)
-    except BaseException as e:  # noqa: BLE001 - as above
-        failed.append(e)
+    for _ in range(3):  # a signal may come before it has begun
+        try:
+            insist(helpers.dismiss)
+            break
+        except BaseException as e:  # noqa: BLE001 - as above
+            failed.append(e)
     if failed:
         error = failed[0]
         # An error and the frame that raises it would keep each other, and all buffers in sight, until the garbage
