@@ -135,7 +135,11 @@ def run_jobs(
         _fan_out(job, items, lambda work: submit(work, workers - 1, waiting=waiting))
     except BaseException:
         if on_error is not None:
-            insist(on_error, CLEANING_TRIES)
+            try:
+                insist(on_error, CLEANING_TRIES)
+            except BaseException:
+                insist(on_error, CLEANING_TRIES)  # a signal may have come before it had begun
+                raise
         raise
 
 
