@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from .threads import start
+
 _T = TypeVar("_T")
 # Reads in flight while files are not in the page cache.
 WAITING_THREADS = 16
@@ -44,8 +46,7 @@ class _Pool:
     def submit(self, work: Callable[[], None]) -> None:
         """Have it done by one of them. Raises RuntimeError where the system gives no more threads."""
         if self._alive < self._size:
-            # As daemons: there is nothing to wait for when the interpreter ends.
-            threading.Thread(target=self._run, name=f"{self._name}_{self._alive}", daemon=True).start()
+            start(self._run, f"{self._name}_{self._alive}")
         self._queue.put(work)
 
     def shutdown(self) -> None:
@@ -187,7 +188,7 @@ class Helpers:
 def _fan_out(
     job: Callable[[_T], None],
     items: Sequence[_T],
-    start: Callable[[Callable[[], None]], int],
+    hire: Callable[[Callable[[], None]], int],
 ) -> None:
     todo: Iterator[_T] = iter(items)
     failed: list[BaseException] = []
@@ -206,7 +207,7 @@ def _fan_out(
 
     helpers = Helpers(work)
     try:
-        start(helpers.run)
+        hire(helpers.run)
         work()
     except BaseException as e:  # noqa: BLE001 - a signal in this thread, say; raised again below
         failed.append(e)

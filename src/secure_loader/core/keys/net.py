@@ -20,7 +20,6 @@ import queue
 import re
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from typing import Any
 
 from ...errors import KeyAccessError, KeySourceDeniedError, KeySourceResponseError, KeySourceUnreachableError
 from ..secrets import Secret, wipe
+from ..threads import start
 from .tls import Tls
 
 MAX_BODY = 64 * 1024
@@ -315,7 +315,7 @@ def _resolve(url: Url, deadline: Deadline) -> list[tuple[socket.AddressFamily, t
             answer.put(e)
 
     # The system's resolver cannot be told a deadline. A thread that it holds back ends when it gives up.
-    threading.Thread(target=ask, name="secure-loader-resolver", daemon=True).start()
+    start(ask, "secure-loader-resolver")
     try:
         found = answer.get(timeout=deadline.left())
     except queue.Empty:
