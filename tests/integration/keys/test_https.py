@@ -283,7 +283,7 @@ def test_proxies_of_the_environment_are_not_asked(monkeypatch, localhost, settin
     [
         (answer(key_set(signing(KEY.kid))), "'enc-1' is not a symmetric key"),
         (answer(key_set(KEY).replace(b"A256GCM", b"RSA-OAEP")), "key 'enc-1' is for 'RSA-OAEP'"),
-        (answer(key_set(KEY).replace(b'"oct"', b'"RSA"')), "neither oct nor OKP"),
+        (answer(key_set(KEY).replace(b'"oct"', b'"RSA"')), "none of oct, OKP and AKP"),
         (answer(key_set(KEY).replace(b'"enc"', b'"sig"')), "not meant for this use"),
         (answer(b'{"keys": []}'), "holds no keys"),
         (answer(b"[]"), "is not a JWK"),

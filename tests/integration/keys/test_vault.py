@@ -237,7 +237,7 @@ def test_references_without_an_address(vault_user, reference):
         ({"jwk": {"keys": []}}, "holds no keys"),
         ({"jwk": {"keys": [KEY.document(), KEY.document()]}}, "two keys share the kid"),
         (KEY.document() | {"k": "AAAA"}, "has 3 bytes instead of 32"),
-        (KEY.document() | {"kty": "RSA"}, "neither oct nor OKP"),
+        (KEY.document() | {"kty": "RSA"}, "none of oct, OKP and AKP"),
         (signing(KEY.kid).document(), "is not a symmetric key"),
     ],
 )

@@ -74,9 +74,9 @@ def test_thumbprint_of_rfc_8037():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kty": "RSA"}, "neither oct nor OKP"),
-        ({"kty": "OCT"}, "neither oct nor OKP"),
-        ({"kty": None}, "neither oct nor OKP"),
+        ({"kty": "RSA"}, "none of oct, OKP and AKP"),
+        ({"kty": "OCT"}, "none of oct, OKP and AKP"),
+        ({"kty": None}, "none of oct, OKP and AKP"),
         ({"kid": None}, "no usable kid"),
         ({"kid": ""}, "no usable kid"),
         ({"kid": "a/b"}, "no usable kid"),

@@ -185,6 +185,20 @@ def test_a_file_without_a_name():
     assert not is_open(fd)
 
 
+@pytest.mark.parametrize("data", [TEXT, b"no key"])
+def test_the_pipe_is_left_as_it_was_for_others_who_have_it(pipe, data):
+    """Whether reads wait is a setting of the open pipe, which other processes may share."""
+    shared = os.dup(pipe[0])
+    try:
+        write(pipe[1], data)
+        with contextlib.suppress(KeyAccessError):
+            keys_at(f"fd:{pipe[0]}")
+        assert os.get_blocking(shared)
+        assert os.read(shared, 1) == b"", "to its end"
+    finally:
+        os.close(shared)
+
+
 @pytest.mark.parametrize("reference", ["", "x", "-1", "+3", "03", " 3", "3 ", "1", "2", "99999999", "³", "3/"])
 def test_what_is_no_descriptor(reference):
     with pytest.raises(KeyAccessError, match="key reference fd:"):
@@ -201,7 +215,7 @@ def test_a_malformed_key_shows_nowhere(pipe):
     import traceback
 
     write(pipe[1], TEXT.replace(b'"oct"', b'"RSA"'))
-    with pytest.raises(KeyAccessError, match="neither oct nor OKP") as caught:
+    with pytest.raises(KeyAccessError, match="none of oct, OKP and AKP") as caught:
         KeyRing([f"fd:{pipe[0]}"]).resolve(REQUEST)
     assert_no_secret("".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format()))
 

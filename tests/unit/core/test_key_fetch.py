@@ -14,7 +14,7 @@ from secure_loader.core.keys.provider import KeyRequest
 asked, enough = threading.Event(), threading.Event()
 
 class Slow(FetchingProvider):
-    def fetch(self, reference, kid):
+    def fetch(self, reference, request):
         if os.getpid() == parent:
             asked.set()
             enough.wait(30)

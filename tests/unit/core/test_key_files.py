@@ -133,7 +133,7 @@ def test_a_malformed_key_shows_nowhere_in_the_traceback(monkeypatch, tmp_path):
     path.write_text(path.read_text().replace('"oct"', '"RSA"'))
     monkeypatch.setenv("BAD_KEY", path.read_text())
     for reference in (str(path), "env:BAD_KEY"):
-        with pytest.raises(KeyAccessError, match="neither oct nor OKP") as caught:
+        with pytest.raises(KeyAccessError, match="none of oct, OKP and AKP") as caught:
             KeyRing([reference]).resolve(request())
         frames = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
         assert_no_secret("".join(frames.format()))

@@ -15,11 +15,11 @@ PACKAGE = Path(secure_loader.__file__).parent
 # From the bottom up; modules on one line do not import each other.
 LAYERS = (
     "errors",
-    "core.types core.secrets core.hardening core.report core.memory core.threads core.policy_child core.policy_corpus core.device.sources core.device.driver core.keys.asking",
+    "core.types core.secrets core.hardening core.report core.memory core.threads core.forks core.policy_child core.policy_corpus core.device.sources core.device.driver core.keys.asking",
     "core.pool core.device.triton_sbox core.device.triton_place",
     "core.strict_json core.home core.keys.lift core.keys.scrypt_file core.policy_engine core.device.nvrtc core.device.cubins core.device.device core.device.layout",
-    "core.header core.device.batch core.device.torch_device config core.device.triton_aes",
-    "core.aead core.device.abi core.device.host_tags core.device.selftest core.source core.device.triton_ghash",
+    "core.header core.recipient core.device.batch core.device.torch_device config core.device.triton_aes",
+    "core.aead core.keys.hybrid core.device.abi core.device.host_tags core.device.selftest core.source core.device.triton_ghash",
     "core.device.workspace core.device.direct core.envelope core.atomic core.index core.tensors core.device.triton_gcm core.device.triton_tables",
     "core.output core.device.launch core.device.cache core.keys.jwk core.slicing core.device.triton_kernels",
     "core.copying core.device.cuda core.keys.held",
@@ -31,8 +31,10 @@ LAYERS = (
     "core.keys.local core.manifest core.trust_files core.archive",
     "core.keys.generate core.keys.descriptor core.keys.age core.keys.tls core.staging core.seal core.session core.survey core.prefetch core.device.ahead",
     "core.checkpoint core.keys.net core.keys.passphrase",
-    "core.writer core.inspection core.environment core.keys.fetch",
-    "core.single core.export core.rewrap core.keys.https core.keys.vault",
+    "core.inspection core.environment core.keys.fetch",
+    "core.keys.https core.keys.vault core.keys.wrapping",
+    "core.writer",
+    "core.single core.export core.rewrap",
 )
 FOREIGN = {"cryptography", "tqdm"}
 FRAMEWORKS = {"torch", "numpy", "ml_dtypes"}

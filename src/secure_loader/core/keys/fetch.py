@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from ...config import LoaderConfig
 from ...errors import FormatError, KeyAccessError, KeySourceResponseError
+from ..recipient import Recipient
 from .jwk import Jwk, MasterKey
 from .net import DEADLINE, Response, Rules, Url
 from .provider import KeyRequest, LocalUnwrapper, Unwrapper
@@ -35,7 +36,7 @@ class FetchingProvider(abc.ABC):
         self.rules = Rules()
         self.seconds = DEADLINE
         self._lock = threading.Lock()
-        self._found: dict[tuple[str, str, int], _Answer] = {}
+        self._found: dict[tuple[str, str, tuple[Recipient, ...], int], _Answer] = {}
 
     def configure(self, config: LoaderConfig) -> None:
         """See :class:`core.keys.provider.Configurable`."""
@@ -47,12 +48,12 @@ class FetchingProvider(abc.ABC):
         self.seconds = config.key_timeout_seconds
 
     @abc.abstractmethod
-    def fetch(self, reference: str, kid: str) -> MasterKey | None:
+    def fetch(self, reference: str, request: KeyRequest) -> MasterKey | None:
         """Ask for a key.
 
         Args:
             reference: Everything behind ``scheme:``.
-            kid: Its name.
+            request: What is asked for; the same for all files of a set, but for ``file_id`` and ``kcv``.
 
         Returns:
             The key, or None when the service answered as it should and knows no key of that name.
@@ -63,19 +64,19 @@ class FetchingProvider(abc.ABC):
 
     def resolve(self, reference: str, request: KeyRequest) -> Unwrapper | None:
         """See :meth:`core.keys.provider.KeyProvider.resolve`."""
-        key = self._once(reference, request.kid)
+        key = self._once(reference, request)
         return None if key is None else LocalUnwrapper(key, request)
 
-    def _once(self, reference: str, kid: str) -> MasterKey | None:
+    def _once(self, reference: str, request: KeyRequest) -> MasterKey | None:
         # A process that was forked meanwhile asks for itself: nobody there will ever complete what its parent began.
-        at, mine = (reference, kid, os.getpid()), _Answer()
+        at, mine = (reference, request.kid, request.recipients, os.getpid()), _Answer()
         with self._lock:
             answer = self._found.setdefault(at, mine)
         if answer is not mine:
             # Threads that open other files of the set share the answer, and the error: a slow service costs one deadline.
             return answer.result()
         try:
-            key = self.fetch(reference, kid)
+            key = self.fetch(reference, request)
         except BaseException as e:
             with self._lock:
                 del self._found[at]

@@ -6,12 +6,13 @@ from ...errors import KeyAccessError
 from .fetch import FetchingProvider, only_master, reading
 from .jwk import MasterKey, parse_keys
 from .net import Deadline, check_status, parse_url, request
+from .provider import KeyRequest
 
 
 class HttpsProvider(FetchingProvider):
     """JWK sets behind https, for services that tell callers apart by address or client certificate."""
 
-    def fetch(self, reference: str, kid: str) -> MasterKey | None:
+    def fetch(self, reference: str, key: KeyRequest) -> MasterKey | None:
         """See :meth:`FetchingProvider.fetch`; ``reference`` is a URL without its scheme."""
         url = parse_url(f"https:{reference}", self.rules)
         if url.query:
@@ -22,4 +23,4 @@ class HttpsProvider(FetchingProvider):
         response = request(url, self.rules, Deadline(self.seconds))
         check_status(response, url)
         keys = reading(response, url, lambda body: parse_keys(body, "the answer"))
-        return only_master(keys, kid, url)
+        return only_master(keys, key.kid, url)

@@ -20,6 +20,7 @@ from ...errors import FormatError, KeyAccessError
 from .. import strict_json
 from ..aead import ALGORITHMS, Algorithm
 from ..secrets import Secret
+from .hybrid import JWK_ALG, PUBLIC_BYTES, SEED_BYTES, Identity, PublicIdentity
 from .lift import Digits, lift
 
 # RFC 7518 names of the content encryption, the key wrapping of the same name, and CryptoTensors' names.
@@ -64,7 +65,7 @@ class MasterKey:
             "kid": self.kid,
             "alg": _JWK_ALGS[self.algorithm.name],
             "use": "enc",
-            "k": _b64url(self.secret.reveal()),
+            "k": b64url(self.secret.reveal()),
         }
 
 
@@ -88,13 +89,13 @@ class VerifyKey:
             "kid": self.kid,
             "alg": "EdDSA",
             "use": "sig",
-            "x": _b64url(self.public),
+            "x": b64url(self.public),
         }
 
     def thumbprint(self) -> str:
         """RFC 7638 thumbprint, SHA-256, base64url."""
-        text = strict_json.dumps({"crv": "Ed25519", "kty": "OKP", "x": _b64url(self.public)})
-        return _b64url(hashlib.sha256(text.encode()).digest())
+        text = strict_json.dumps({"crv": "Ed25519", "kty": "OKP", "x": b64url(self.public)})
+        return b64url(hashlib.sha256(text.encode()).digest())
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,10 @@ class SigningKey:
 
     def document(self) -> dict[str, str]:
         """As a private JWK (RFC 8037)."""
-        return self.verify_key().document() | {"d": _b64url(self.secret.reveal())}
+        return self.verify_key().document() | {"d": b64url(self.secret.reveal())}
 
 
-Jwk = MasterKey | SigningKey | VerifyKey
+Jwk = MasterKey | SigningKey | VerifyKey | Identity | PublicIdentity
 
 
 def parse_keys(text: bytes | bytearray | str, what: str) -> list[Jwk]:
@@ -181,7 +182,9 @@ def parse_key(doc: Any, what: str) -> Jwk:
         return _master(doc, kid, alg, what)
     if kty in ("OKP", "okp"):
         return _ed25519(doc, kid, alg, what)
-    raise KeyAccessError(f"{what}: key {kid!r} has a kty that is neither oct nor OKP")
+    if kty == "AKP":
+        return _identity(doc, kid, alg, what)
+    raise KeyAccessError(f"{what}: key {kid!r} has a kty that is none of oct, OKP and AKP")
 
 
 def _master(doc: Mapping[str, Any], kid: str, alg: str, what: str) -> MasterKey:
@@ -204,6 +207,19 @@ def _ed25519(doc: Mapping[str, Any], kid: str, alg: str, what: str) -> SigningKe
     key = SigningKey(kid, Secret(_decode(doc["d"], _ED25519, f"{what}: member d of key {kid!r}")))
     if key.verify_key().public != public:
         raise KeyAccessError(f"{what}: key {kid!r}: x is not the public half of d")
+    return key
+
+
+def _identity(doc: Mapping[str, Any], kid: str, alg: str, what: str) -> Identity | PublicIdentity:
+    if alg != JWK_ALG:
+        raise KeyAccessError(f"{what}: key {kid!r} is for {alg[:40]!r}; {JWK_ALG} is supported")
+    _check_use(doc, kid, "enc", {"wrapKey", "unwrapKey", "deriveKey", "deriveBits"}, what)
+    public = bytes(_decode(doc.get("pub"), PUBLIC_BYTES, f"{what}: member pub of key {kid!r}"))
+    if "priv" not in doc:
+        return PublicIdentity(kid, public)
+    key = Identity(kid, Secret(_decode(doc["priv"], SEED_BYTES, f"{what}: member priv of key {kid!r}")))
+    if key.public().public != public:
+        raise KeyAccessError(f"{what}: key {kid!r}: pub is not the public half of priv")
     return key
 
 
@@ -243,5 +259,6 @@ def _check(kid: object, secret: Secret, length: int) -> None:
         raise KeyAccessError(f"key {kid!r} has {len(secret)} bytes instead of {length}")
 
 
-def _b64url(data: bytes | memoryview) -> str:
+def b64url(data: bytes | memoryview) -> str:
+    """The URL alphabet without padding (RFC 4648, section 5)."""
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")

@@ -8,7 +8,7 @@ import secrets
 from ..secrets import Secret
 
 # As every writer has them. Anything else, such as an escaped slash, goes the way of ordinary text.
-_MEMBER = re.compile(rb'"[kd]"[ \t\r\n]*:[ \t\r\n]*"([A-Za-z0-9+/_=-]{16,128})"')
+_MEMBER = re.compile(rb'"(?:[kd]|priv)"[ \t\r\n]*:[ \t\r\n]*"([A-Za-z0-9+/_=-]{16,128})"')
 _DIGITS = bytearray(b"\xff" * 256)
 for _i, _c in enumerate(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"):
     _DIGITS[_c] = _i

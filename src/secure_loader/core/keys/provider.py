@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from ...config import LoaderConfig
 from ...errors import AuthenticationError, ConfigError, KeyAccessError
 from ..aead import Algorithm, unwrap_key
+from ..recipient import Recipient, WrapContext
 from ..secrets import Secret, looks_like_key
 from .jwk import MasterKey
 
@@ -57,6 +58,7 @@ class KeyRequest:
         model_id: What the signer calls the model, or None in files without profile.
         file_id: Salt of the key check value, or None.
         kcv: Key check value, or None.
+        recipients: For whom else the master key is wrapped.
     """
 
     kid: str
@@ -64,6 +66,11 @@ class KeyRequest:
     model_id: str | None = None
     file_id: bytes | None = None
     kcv: bytes | None = None
+    recipients: tuple[Recipient, ...] = ()
+
+    def context(self) -> WrapContext:
+        """What entries of the list of recipients are bound to."""
+        return WrapContext(self.kid, self.algorithm.name, self.model_id or "")
 
 
 class Unwrapper(Protocol):

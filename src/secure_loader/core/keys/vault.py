@@ -20,6 +20,7 @@ from .fetch import FetchingProvider, only_master, reading
 from .jwk import Jwk, MasterKey, parse_key, parse_keys
 from .local import read_private
 from .net import Deadline, Response, Rules, Url, check_status, parse_url, request
+from .provider import KeyRequest
 
 _PATH = re.compile(r"/(?!v1/)[^/]+(?:/[^/]+)*/data(?:/[^/]+)+")
 _VERSION = re.compile(r"version=[1-9][0-9]{0,9}")
@@ -30,7 +31,7 @@ _CREDENTIAL = re.compile(rb"[!#-\[\]-~]+")
 class VaultProvider(FetchingProvider):
     """Secrets of a KV version 2 engine."""
 
-    def fetch(self, reference: str, kid: str) -> MasterKey | None:
+    def fetch(self, reference: str, key: KeyRequest) -> MasterKey | None:
         """See :meth:`FetchingProvider.fetch`; ``reference`` is a URL without ``/v1``."""
         # A CA that only Vault is known by does not vouch for other services, and the other way round.
         roots = os.environ.get("VAULT_CACERT") or self.rules.tls.ca_file
@@ -50,7 +51,7 @@ class VaultProvider(FetchingProvider):
                 hint="the token is wrong or expired, or no policy lets it read",
             )
         _check(response, url)
-        return only_master(reading(response, url, _keys_of), kid, url)
+        return only_master(reading(response, url, _keys_of), key.kid, url)
 
 
 def _ask(
