@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,6 +13,7 @@ from . import slicing
 from .device.engine import Engine, engine_for
 from .device.plan import Part
 from .envelope import Envelope, Profile
+from .forks import ForkLock
 from .header import Header
 from .keys.provider import KeyRequest, KeyRing, WrappedKey
 from .pipeline import ClearBytes, Digests, Options, SealedBytes, Stored, Wanted, annotate, read
@@ -80,7 +80,7 @@ class TensorFile:
         self._keys = keys
         self._options = options
         self._deks: dict[str, Secret] | None = None
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
 
     @property
     def profile(self) -> Profile | None:
@@ -118,7 +118,7 @@ class TensorFile:
         self._dek_table()
 
     def _dek_table(self) -> dict[str, Secret]:
-        with self._lock:
+        with self._lock.here:
             if self._deks is None:
                 assert self.envelope is not None  # noqa: S101 - only sealed tensors get here
                 sealed = self.envelope.records

@@ -6,30 +6,21 @@ Everything else is read again for every load, and overwritten after it.
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections.abc import Iterator
 
+from ..forks import ForkLock
 from ..secrets import Secret
 from .jwk import Jwk
 
 _Held = dict[str, list[Jwk] | Secret | None]
 _held: _Held = {}
-_lock = threading.Lock()
-
-
-def _new_lock() -> None:
-    global _lock  # noqa: PLW0603 - a child must not wait for a thread that only its parent has
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_new_lock)
+_lock = ForkLock()
 
 
 @contextlib.contextmanager
 def held() -> Iterator[_Held]:
     """What is remembered, by reference, for one thread at a time; None stands for what was read and forgotten."""
-    with _lock:
+    with _lock.here:
         yield _held
 
 
