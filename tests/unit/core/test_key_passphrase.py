@@ -251,6 +251,23 @@ def test_the_file_wins_over_the_variable(key_file, phrase_file, monkeypatch):
     assert PassphraseProvider().keys(str(key_file))
 
 
+def test_a_passphrase_in_a_descriptor_serves_every_load(tmp_path, key_file, sealed, monkeypatch, work):
+    """The descriptor can be read only once; what it said is remembered, and forgotten, as other such sources are."""
+    ends = os.pipe()
+    os.set_inheritable(ends[0], True)
+    os.write(ends[1], PHRASE.encode() + b"\n")
+    os.close(ends[1])
+    monkeypatch.setenv("SECURE_LOADER_PASSPHRASE_FILE", f"fd:{ends[0]}")
+    other = tmp_path / "other.jwk.age"
+    other.touch(0o600)
+    other.write_bytes(sealed)
+    for path in (key_file, other, key_file):
+        assert KeyRing([f"passphrase:{path}"]).resolve(REQUEST) is not None
+    forget_keys()
+    with pytest.raises(KeyAccessError, match=r"passphrase in fd:\d+ was read before, and forgotten"):
+        KeyRing([f"passphrase:{key_file}"]).resolve(REQUEST)
+
+
 def test_careless_files(key_file, phrase_file):
     phrase_file.chmod(0o644)
     with pytest.raises(KeyAccessError, match="passphrase file can be read by others"):

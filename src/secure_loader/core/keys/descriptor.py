@@ -86,6 +86,7 @@ def _read_all(fd: int, what: str) -> bytearray:
     data, size, end = bytearray(MAX_KEY_FILE + 1), 0, time.monotonic() + DEADLINE
     view, poll = memoryview(data), select.poll()
     poll.register(fd, select.POLLIN)
+    blocking = os.get_blocking(fd)
     try:
         # poll says that there was something to read; another reader of the same pipe may have been quicker.
         os.set_blocking(fd, False)
@@ -107,6 +108,8 @@ def _read_all(fd: int, what: str) -> bytearray:
     finally:
         view.release()
         wipe(data)
+        # That is a setting of the open pipe, and other processes may have the same one.
+        os.set_blocking(fd, blocking)
     raise KeyAccessError(f"{what} holds more than {MAX_KEY_FILE} bytes")
 
 

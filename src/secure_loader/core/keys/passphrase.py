@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from pathlib import Path
 
 from ...errors import ConfigError, KeyAccessError
+from ..forks import ForkLock
 from ..secrets import Secret, wipe
 from .asking import ask, can_ask
 from .descriptor import descriptor_number, read_descriptor
@@ -29,14 +29,14 @@ class PassphraseProvider(LocalProvider):
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._opened: dict[bytes, list[Jwk]] = {}
 
     def keys(self, reference: str) -> list[Jwk]:
         """See :meth:`LocalProvider.keys`; ``reference`` is a path or the rest of a file URI."""
         path = path_of(reference)
         data = read_private(path)
-        with self._lock:
+        with self._lock.here:
             content = hashlib.sha256(data).digest()
             if content not in self._opened:
                 with find_passphrase(path) as passphrase:
@@ -56,7 +56,7 @@ def find_passphrase(path: Path) -> Secret:
     """
     named = os.environ.get(FILE_VARIABLE)
     if named:
-        return read_passphrase(named)
+        return _remembered(named) if named.startswith("fd:") else read_passphrase(named)
     with held() as table:
         if VARIABLE in os.environ:
             table[VARIABLE] = Secret(_checked(take_variable(VARIABLE), VARIABLE))
@@ -70,6 +70,18 @@ def find_passphrase(path: Path) -> Secret:
         path=path,
         hint=f"name a file that holds it in {FILE_VARIABLE}",
     )
+
+
+def _remembered(reference: str) -> Secret:
+    """The passphrase behind a descriptor, which can be read only once; a process may load more than once."""
+    name = f"{FILE_VARIABLE}={reference}"
+    with held() as table:
+        if name not in table:
+            table[name] = read_passphrase(reference)
+        remembered = table[name]
+        if isinstance(remembered, Secret):
+            return Secret(remembered.reveal())
+    raise KeyAccessError(f"the passphrase in {reference} was read before, and forgotten")
 
 
 def read_passphrase(reference: str) -> Secret:
