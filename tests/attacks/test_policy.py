@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -173,6 +174,25 @@ def test_a54_a_clock_turned_back(tmp_path, monkeypatch, secure_loader_home):
         victim.load(path)
     (secure_loader_home / "state" / "clock").unlink()
     assert Victim().load(path)
+
+
+@pytest.mark.parametrize("when", [10**12, -(10**12)])
+def test_a54_a_decision_in_a_year_that_no_calendar_has(monkeypatch, when):
+    """33,658 after Christ or 29,719 before: a file system in memory keeps such times, and whoever can write the home sets them."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
+        folder = Path(home)
+        monkeypatch.setenv("SECURE_LOADER_HOME", home)
+        clock = folder / "state" / "clock"
+        clock.parent.mkdir(mode=0o700)
+        clock.touch(0o600)
+        os.utime(clock, (when, when))
+        assert clock.stat().st_mtime == when
+        path, victim = made(folder, HEAD + "allow if true"), Victim()
+        if when < 0:
+            assert victim.load(path)
+            return
+        with refused(PolicyDeniedError, "a policy was decided here at 9999-12-31", victim=victim, place=path):
+            victim.load(path)
 
 
 @pytest.mark.parametrize("year", [1970, 2025])

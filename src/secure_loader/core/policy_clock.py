@@ -38,10 +38,7 @@ def check_clock(now: dt.datetime, created: str | None) -> None:
             hint="a policy is decided only under a clock that is right: set it",
         )
     path = state_dir() / "clock"
-    try:
-        last = dt.datetime.fromtimestamp(os.stat(path).st_mtime, dt.UTC)
-    except OSError:
-        last = None
+    last = _last(path)
     if last is not None and now + SKEW < last:
         raise PolicyDeniedError(
             f"the clock of this machine says {_show(now)}, and a policy was decided here at {_show(last)}",
@@ -49,6 +46,17 @@ def check_clock(now: dt.datetime, created: str | None) -> None:
         )
     if last is None or now > last + _REMEMBER:
         _remember(path, now)
+
+
+def _last(path: os.PathLike[str]) -> dt.datetime | None:
+    try:
+        when = os.stat(path).st_mtime
+    except OSError:
+        return None
+    try:
+        return dt.datetime.fromtimestamp(when, dt.UTC)
+    except (ValueError, OverflowError, OSError):  # a year that no calendar of Python's has
+        return dt.datetime.max.replace(tzinfo=dt.UTC) if when > 0 else dt.datetime.min.replace(tzinfo=dt.UTC)
 
 
 def _remember(path: os.PathLike[str], now: dt.datetime) -> None:
