@@ -44,8 +44,20 @@ _HEADER_VALUE = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # What Python, or an older one, takes for public: what answers every machine of Azure from inside, addresses of
-# protocols (Oracle's cloud answered there), and those once meant for one site.
-_INSIDE = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24", "fec0::/10")))
+# protocols (Oracle's cloud answered there), those once meant for one site, NAT64 of one network (RFC 8215),
+# documentation (RFC 9637), segments of one network (RFC 9602), and a dummy (RFC 9780).
+_INSIDE = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "168.63.129.16/32",
+        "192.0.0.0/24",
+        "fec0::/10",
+        "64:ff9b:1::/48",
+        "3fff::/20",
+        "5f00::/16",
+        "100:0:0:1::/64",
+    )
+)
 # IPv6 networks whose last 32 bits are an IPv4 address: NAT64, and "compatible" addresses.
 _EMBEDDING = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("::/96"))
 
