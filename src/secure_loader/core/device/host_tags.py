@@ -51,7 +51,7 @@ def authenticate(key: Secret, ciphertext: memoryview, chunk: Chunk) -> Authentic
     """
     if ciphertext.nbytes != chunk.nbytes:
         raise ValueError(f"a chunk of {chunk.nbytes:,} bytes, and {ciphertext.nbytes:,} bytes of ciphertext")
-    aes = algorithms.AES(bytes(key.reveal()))
+    aes = algorithms.AES(key.reveal())
     hashing = Cipher(aes, modes.GCM(chunk.nonce)).encryptor()
     padded = chunk.aad + bytes(-len(chunk.aad) % 16)
     hashing.authenticate_additional_data(padded)
