@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
 
-from ..errors import ConfigError, NotEncryptedError, ReadError, SecureLoaderError, TensorNameError
+from ..errors import ConfigError, NotEncryptedError, ReadError, TensorNameError
 from . import slicing
 from .device.engine import Engine, engine_for
 from .device.plan import Part
 from .envelope import Envelope, Profile
 from .forks import ForkLock
 from .header import Header
-from .keys.provider import KeyRequest, KeyRing, WrappedKey
-from .pipeline import ClearBytes, Digests, Options, SealedBytes, Stored, Wanted, annotate, read
+from .keys.provider import KeyRing
+from .pipeline import ClearBytes, Digests, Options, SealedBytes, Stored, Wanted, read
 from .secrets import Secret
 from .source import FileSource
 from .tensors import Framework, empty, empty_many, framework
 from .trust import VerifiedHeader
 from .types import TensorInfo
+from .unwrapping import unwrap_deks
 
 # Below this a copy is cheaper than a mapping of its own.
 _MIN_MAP = 64 * 1024
@@ -250,32 +251,6 @@ class TensorFile:
             why = f"cannot be mapped, truncated since it was opened? ({e})"
             raise ReadError(why, path=self.source.path, tensor=first.name) from None
         return mapping, begin - base
-
-
-def unwrap_deks(envelope: Envelope, keys: KeyRing, path: str) -> dict[str, Secret]:
-    """The DEKs of a verified file, by tensor name: one request.
-
-    Raises:
-        KeyAccessError: No master key, or the wrong one.
-    """
-    profile = envelope.profile
-    request = KeyRequest(
-        envelope.enc.kid,
-        envelope.algorithm,
-        None if profile is None else profile.model_id,
-        None if profile is None else profile.file_id,
-        None if profile is None else profile.kcv,
-    )
-    wrapped = [WrappedKey(r.wrapped_key, r.key_iv, r.key_tag) for r in envelope.records.values()]
-    try:
-        unwrapper = keys.resolve(request)
-        try:
-            deks = unwrapper.unwrap_many(wrapped)
-        finally:
-            unwrapper.close()
-    except SecureLoaderError as e:
-        raise annotate(e, path) from None
-    return dict(zip(envelope.records, deks, strict=True))
 
 
 class Ahead(Protocol):

@@ -17,6 +17,7 @@ from ..errors import FormatError, NotEncryptedError, UnsupportedVersionError
 from . import strict_json
 from .aead import ALGORITHMS, CHUNK_SIZE, NONCE_BYTES, TAG_BYTES, Algorithm, chunk_count
 from .header import Header
+from .recipient import Recipient, check_recipients
 
 CRYPTO_KEYS = "__crypto_keys__"
 ENCRYPTION = "__encryption__"
@@ -96,6 +97,7 @@ class Profile:
         kcv: Key check value of the master key, 16 bytes.
         digest_chunk_size: Bytes per digest.
         digests: Per tensor, the concatenated SHA-256 digests of its stored bytes.
+        recipients: For whom the master key is wrapped, sorted.
     """
 
     file_id: bytes
@@ -106,6 +108,7 @@ class Profile:
     kcv: bytes
     digest_chunk_size: int
     digests: Mapping[str, bytes]
+    recipients: tuple[Recipient, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +201,7 @@ def _parse(header: Header) -> Envelope:
         and compact_too
         and _in_order(sealed)
         and all(tuple(entry) == _RECORD[version] for entry in sealed.values())
-        and all(map(_in_order, (fields, fields["digest"], fields["digest"]["tensors"])))
+        and all(map(_in_order, (fields, fields["digest"], fields["digest"]["tensors"], *fields.get("recipients", []))))
         and meta[CRYPTO_KEYS] == _keys_text(version, chunk_size, enc, sign)
         and meta[POLICY] == _policy_text(rules)
     )
@@ -218,24 +221,28 @@ def metadata(envelope: Envelope) -> dict[str, str]:
         POLICY: _policy_text(envelope.policy),
     }
     if envelope.profile is not None:
-        p = envelope.profile
-        out[PROFILE] = strict_json.dumps(
-            {
-                "profile": 1,
-                "file_id": p.file_id.hex(),
-                "model_id": p.model_id,
-                "release": p.release,
-                "shard": list(p.shard),
-                "created": p.created,
-                "kcv": base64_text(p.kcv),
-                "digest": {
-                    "alg": "sha256",
-                    "chunk_size": p.digest_chunk_size,
-                    "tensors": {name: base64_text(d) for name, d in p.digests.items()},
-                },
-            }
-        )
+        out[PROFILE] = strict_json.dumps(_profile_document(envelope.profile))
     return out
+
+
+def _profile_document(p: Profile) -> dict[str, Any]:
+    doc = {
+        "profile": 1,
+        "file_id": p.file_id.hex(),
+        "model_id": p.model_id,
+        "release": p.release,
+        "shard": list(p.shard),
+        "created": p.created,
+        "kcv": base64_text(p.kcv),
+        "digest": {
+            "alg": "sha256",
+            "chunk_size": p.digest_chunk_size,
+            "tensors": {name: base64_text(d) for name, d in p.digests.items()},
+        },
+    }
+    if p.recipients:
+        doc["recipients"] = [{"alg": r.alg, "kid": r.kid, "wrapped": base64_text(r.wrapped)} for r in p.recipients]
+    return doc
 
 
 def _keys_text(version: str, chunk_size: int | None, enc: KeyHint, sign: KeyHint) -> str:
@@ -428,8 +435,8 @@ def _profile(doc: Mapping[str, Any], header: Header, chunk_size: int | None) -> 
     if number != 1 or type(number) is not int:
         raise UnsupportedVersionError(f"profile {str(number)[:40]} is unknown; profile 1 is supported")
     fields = {"profile", "file_id", "model_id", "release", "shard", "created", "kcv", "digest"}
-    _only(doc, fields, PROFILE)
-    if doc.keys() != fields:
+    _only(doc, fields | {"recipients"}, PROFILE)
+    if not doc.keys() >= fields:
         raise FormatError(f"{PROFILE} lacks {', '.join(sorted(fields - doc.keys()))}")
     file_id, model_id, created, shard = doc["file_id"], doc["model_id"], doc["created"], doc["shard"]
     if not isinstance(file_id, str) or not _FILE_ID.fullmatch(file_id):
@@ -452,7 +459,23 @@ def _profile(doc: Mapping[str, Any], header: Header, chunk_size: int | None) -> 
         kcv=unbase64(doc["kcv"], 16, "kcv"),
         digest_chunk_size=size,
         digests=digests,
+        recipients=_recipients(doc["recipients"]) if "recipients" in doc else (),
     )
+
+
+def _recipients(doc: Any) -> tuple[Recipient, ...]:
+    if not isinstance(doc, list) or not doc:
+        raise FormatError("recipients is not a list with somebody in it")
+    found = []
+    for entry in doc:
+        if not isinstance(entry, dict) or entry.keys() != {"alg", "kid", "wrapped"}:
+            raise FormatError("a recipient needs exactly alg, kid and wrapped")
+        if not isinstance(entry["alg"], str) or not isinstance(entry["kid"], str):
+            raise FormatError("alg and kid of a recipient are strings")
+        found.append(
+            Recipient(entry["alg"], entry["kid"], unbase64(entry["wrapped"], None, "a recipient's wrapped key"))
+        )
+    return check_recipients(tuple(found))
 
 
 def _digests(doc: Any, header: Header, chunk_size: int | None) -> tuple[int, dict[str, bytes]]:

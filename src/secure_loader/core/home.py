@@ -32,6 +32,11 @@ def trust_dir() -> Path:
     return home() / "trust"
 
 
+def recipients_dir() -> Path:
+    """Public identities of others, one JWK file each."""
+    return home() / "recipients"
+
+
 def state_dir() -> Path:
     """What was seen before: the rollback floor."""
     return home() / "state"

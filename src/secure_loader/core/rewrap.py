@@ -6,6 +6,7 @@ import datetime as dt
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,37 +15,46 @@ from . import envelope as env
 from . import header as hdr
 from . import manifest as mf
 from .aead import NONCE_BYTES, wrap_key
-from .archive import TensorFile, unwrap_deks
+from .archive import TensorFile
 from .atomic import atomic_file, pwrite_all
 from .checkpoint import Checkpoint
 from .copying import copy_file, copy_range
 from .keys.jwk import MasterKey, SigningKey
 from .keys.provider import key_check_value
+from .rekey import Change
 from .report import Advance, progress_bar
 from .seal import Publication
 from .session import KeySources, Session, TrustSources
 from .staging import discard, staged_folder
-from .writer import ModelReport, resolve_master, resolve_signing, write_manifest
+from .unwrapping import unwrap_deks
+from .writer import ModelReport, resolve_signing, write_manifest
 
 
 def rewrap_model(
     path: str | os.PathLike[str],
     *,
     key: str | MasterKey | None = None,
+    new_key: bool = False,
+    recipients: Sequence[str] = (),
+    remove: Sequence[str] = (),
     signing_key: str | SigningKey | None = None,
     keys: KeySources | None = None,
     trust: TrustSources | None = None,
     release: int | None = None,
     progress: bool | None = None,
 ) -> ModelReport:
-    """Put a model folder under another master key, and sign it again.
+    """Put a model folder under another master key, or change for whom it is wrapped, and sign it again.
 
     The folder is rebuilt beside itself, sharing blocks where the file system can, and swapped in when complete; until
     then the old one stays as it is. Tensor bytes are not decrypted.
 
     Args:
         path: An encrypted folder.
-        key: The new master key, as for :func:`core.writer.encrypt_model`; for the same algorithm as the old one.
+        key: The new master key, as for :func:`core.writer.encrypt_model`; for the same algorithm as the old one. None
+            keeps the old one where recipients change, else takes the only one in the home folder.
+        new_key: Make a new master key, that nobody keeps but the recipients.
+        recipients: Who can open it from now on besides those who can, as for :func:`core.writer.encrypt_model`.
+        remove: Names of recipients who cannot any more.
         signing_key: Who signs from now on.
         keys: Where the old master key is.
         trust: Whom to trust with the old signature.
@@ -52,22 +62,30 @@ def rewrap_model(
         progress: Show a bar; None decides by the terminal.
 
     Raises:
-        SecureLoaderError: As loading the model would; WriteError; ConfigError for a key of another algorithm.
+        SecureLoaderError: As loading the model would; WriteError; ConfigError for a key of another algorithm, for recipients
+            who are not known, or where nobody could open it any more.
     """
     started = time.perf_counter()
     folder = Path(path).absolute()
+    if new_key and key is not None:
+        raise ConfigError("a new master key and the name of one exclude each other")
     checkpoint = Checkpoint(folder, Session(keys=keys, trust=trust))
     manifest = checkpoint.manifest
     if manifest is None:
         raise ConfigError("is not an encrypted folder", path=folder)
+    shards = checkpoint.shards()
+    # One shard speaks for all: they share the master key.
+    file = checkpoint.open(shards[0])
+    with file.source:
+        master, entries = Change(key, new_key, tuple(recipients), tuple(remove)).apply(file, checkpoint.session)
     publication = Publication(
-        master=resolve_master(key),
+        master=master,
         signing=resolve_signing(signing_key, key),
         model_id=manifest.model_id,
         release=manifest.release if release is None else release,
         created=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        recipients=entries,
     )
-    shards = checkpoint.shards()
     total = sum(manifest.files[n].nbytes for n in shards)
     tensors = encrypted = nbytes = 0
     with (
@@ -104,6 +122,9 @@ def rewrap_model(
         left_out=(),
         reused_shards=0,
         seconds=time.perf_counter() - started,
+        key_id=publication.master.kid,
+        algorithm=publication.algorithm.name,
+        recipients=tuple(r.kid for r in publication.recipients),
     )
 
 
@@ -139,6 +160,7 @@ def rewrap_file(file: TensorFile, target: Path, publication: Publication, sessio
         kcv=key_check_value(publication.master.secret, envelope.profile.file_id),
         release=publication.release,
         created=publication.created,
+        recipients=publication.recipients,
     )
     fresh = replace(
         envelope,

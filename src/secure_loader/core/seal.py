@@ -36,6 +36,7 @@ from .keys.provider import key_check_value
 from .output import Output, reserve
 from .policy import default_policy
 from .pool import run_jobs
+from .recipient import Recipient, check_recipients
 from .report import Advance, no_progress
 from .secrets import Secret
 from .source import memory_file
@@ -87,6 +88,7 @@ class Publication:
         chunk_size: Bytes per chunk, a power of two from 64 KiB to 16 MiB; version 2 only.
         created: RFC 3339, UTC.
         policy: Embedded rules.
+        recipients: For whom the master key is wrapped, sorted.
 
     Raises:
         ConfigError: A value outside these bounds.
@@ -100,6 +102,7 @@ class Publication:
     chunk_size: int = CHUNK_SIZE
     created: str = field(default_factory=lambda: dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
     policy: env.Policy = field(default_factory=default_policy)
+    recipients: tuple[Recipient, ...] = ()
 
     def __post_init__(self) -> None:
         size = self.chunk_size
@@ -111,6 +114,7 @@ class Publication:
             raise ConfigError(f"release must be a whole number from 0 to 2**53 - 1, not {self.release!r}")
         try:
             env.check_model_id(self.model_id)
+            check_recipients(self.recipients)
         except FormatError as e:
             raise ConfigError(e.message) from None
 
@@ -241,6 +245,7 @@ class _Layout:
             kcv=key_check_value(p.master.secret, file_id),
             digest_chunk_size=self.digest_size,
             digests={},
+            recipients=p.recipients,
         )
         envelope = env.Envelope(
             version=p.version,

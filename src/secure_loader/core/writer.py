@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .. import config as cfg
 from ..errors import ConfigError, SecureLoaderError
 from . import envelope as env
 from . import header as hdr
@@ -23,6 +24,7 @@ from .home import keys_dir
 from .keys.jwk import MasterKey, SigningKey
 from .keys.local import find_master_key, find_signing_key
 from .keys.provider import key_check_value
+from .keys.recipients import one_time_key, targets, wrap_for
 from .policy import default_policy
 from .policy_lint import publishable
 from .report import Advance, progress_bar
@@ -49,6 +51,9 @@ class ModelReport:
         left_out: Files that were not taken over, because they hold weights in another format.
         reused_shards: Shards that an interrupted run had finished.
         seconds: Wall time.
+        key_id: Name of the master key, or None in a plain folder.
+        algorithm: What it is for, likewise.
+        recipients: Names of those whom it is wrapped for.
     """
 
     folder: str
@@ -62,6 +67,9 @@ class ModelReport:
     left_out: tuple[str, ...]
     reused_shards: int
     seconds: float
+    key_id: str | None = None
+    algorithm: str | None = None
+    recipients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,7 @@ def encrypt_model(
     exclude: Sequence[str] = (),
     keep_names: bool = False,
     policy: str | os.PathLike[str] | None = None,
+    recipients: Sequence[str] = (),
     force: bool = False,
     progress: bool | None = None,
 ) -> ModelReport:
@@ -100,7 +109,8 @@ def encrypt_model(
     Args:
         src: A folder as ``save_pretrained`` writes it. It is only read.
         dst: The new folder.
-        key: Master key: a NAME given to ``keygen``, a kid, or the key; None takes the only one in the home folder.
+        key: Master key: a NAME given to ``keygen``, a kid, or the key; None takes the only one in the home folder, or,
+            where there are recipients, makes one that nobody keeps but them.
         signing_key: Likewise; None takes the one that goes with ``key``, or the only one.
         model_id: What the trust store matches; None takes the folder's name.
         release: Grows with every publication; loading remembers the highest and refuses older ones.
@@ -111,6 +121,8 @@ def encrypt_model(
         keep_names: Keep ``model.safetensors`` instead of upstream's variant ``model.secure.safetensors``. Readers that
             do not know encryption then find the file and load noise.
         policy: A file with the local Rego policy, which is linted, and tested with the cases beside it; None allows.
+        recipients: Whom to wrap the master key for: names of known identities, paths of public ones, references of services'
+            keys (:func:`core.keys.recipients.targets`). They load the model without having the master key.
         force: Replace a model folder at ``dst``.
         progress: Show a bar; None decides by the terminal.
 
@@ -120,14 +132,15 @@ def encrypt_model(
     Raises:
         ConfigError: Encrypted already, a pattern that matches nothing, nothing to encrypt, a policy that is not fit to
             be signed.
-        KeyAccessError: No key, or several to choose from.
+        KeyAccessError: No key, or several to choose from; a service that does not wrap it.
         FormatError: A source file is malformed.
         WriteError: Destination in use, disk full.
     """
     started = time.perf_counter()
     source, target = Path(src).absolute(), Path(dst).absolute()
+    for_whom = targets(recipients, cfg.load()) if recipients else []
     publication = Publication(
-        master=resolve_master(key),
+        master=one_time_key() if for_whom and key is None else resolve_master(key),
         signing=resolve_signing(signing_key, key),
         model_id=source.resolve().name if model_id is None else model_id,
         release=release,
@@ -138,6 +151,8 @@ def encrypt_model(
     check_apart(source, target)
     plan = survey(source, keep_names=keep_names)
     sealed = _choose(plan, include, exclude)
+    # Not before everything else is known to be right: services keep books.
+    publication = replace(publication, recipients=wrap_for(for_whom, publication.master, publication.model_id))
     fingerprint = {
         "files": [[n, (source / n).stat().st_size, (source / n).stat().st_mtime_ns] for n in plan.everything],
         "keys": [
@@ -147,6 +162,7 @@ def encrypt_model(
             publication.signing.verify_key().thumbprint(),
         ],
         "settings": [publication.model_id, release, version, chunk_size, keep_names, publication.policy.local],
+        "recipients": [target.name for target in for_whom],
         "sealed": hashlib.sha256("\0".join(sorted(sealed)).encode()).hexdigest(),
     }
     with staged_folder(target, fingerprint=fingerprint, force=force) as staging:
@@ -168,6 +184,9 @@ def encrypt_model(
         left_out=tuple(plan.left_out),
         reused_shards=done,
         seconds=time.perf_counter() - started,
+        key_id=publication.master.kid,
+        algorithm=publication.algorithm.name,
+        recipients=tuple(r.kid for r in publication.recipients),
     )
 
 

@@ -21,10 +21,10 @@ LAYERS = (
     "core.header core.recipient core.device.batch core.device.torch_device config core.device.triton_aes",
     "core.aead core.keys.hybrid core.device.abi core.device.host_tags core.device.selftest core.source core.device.triton_ghash",
     "core.device.workspace core.device.direct core.envelope core.atomic core.index core.tensors core.device.triton_gcm core.device.triton_tables",
-    "core.output core.device.launch core.device.cache core.keys.jwk core.slicing core.device.triton_kernels",
+    "core.trust_rules core.output core.device.launch core.device.cache core.keys.jwk core.slicing core.device.triton_kernels",
     "core.copying core.device.cuda core.keys.held",
     "core.device.choice core.keys.provider core.trust core.rollback core.pipeline",
-    "core.device.plan core.policy_clock core.policy_input",
+    "core.unwrapping core.device.plan core.policy_clock core.policy_input",
     "core.device.ring core.device.straight core.policy",
     "core.device.transfer core.policy_lint",
     "core.device.engine",
@@ -33,8 +33,10 @@ LAYERS = (
     "core.checkpoint core.keys.net core.keys.passphrase",
     "core.inspection core.environment core.keys.fetch",
     "core.keys.https core.keys.vault core.keys.wrapping",
+    "core.keys.recipients",
     "core.writer",
-    "core.single core.export core.rewrap",
+    "core.single core.export core.rekey",
+    "core.rewrap",
 )
 FOREIGN = {"cryptography", "tqdm"}
 FRAMEWORKS = {"torch", "numpy", "ml_dtypes"}

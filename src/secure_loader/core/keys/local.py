@@ -14,6 +14,7 @@ from ...errors import ConfigError, KeyAccessError, SourceError
 from ..secrets import wipe, wipe_bytes
 from ..source import FileSource
 from .held import held
+from .hybrid import ALG, Identity
 from .jwk import Jwk, MasterKey, SigningKey, parse_keys
 from .provider import KeyRequest, LocalUnwrapper, Unwrapper, provider, split_reference
 
@@ -93,13 +94,23 @@ def take_variable(name: str) -> bytearray:
 def _pick(keys: list[Jwk], request: KeyRequest) -> Unwrapper | None:
     hits = [k for k in keys if k.kid == request.kid]
     if not hits:
-        return None
+        return _open_for(keys, request)
     if len({type(k) for k in hits}) > 1 or not isinstance(hits[0], MasterKey):
         raise KeyAccessError(f"the key with kid {request.kid!r} is not a symmetric key")
     unwrappers = [LocalUnwrapper(k, request) for k in hits if isinstance(k, MasterKey)]
     if any(u.secret.reveal() != unwrappers[0].secret.reveal() for u in unwrappers):
         raise KeyAccessError(f"two different keys go by the kid {request.kid!r}", hint="rename or remove one of them")
     return unwrappers[0]
+
+
+def _open_for(keys: list[Jwk], request: KeyRequest) -> Unwrapper | None:
+    """The master key as it is wrapped for one of our identities, if it is."""
+    mine = {k.kid: k for k in keys if isinstance(k, Identity)}
+    for entry in request.recipients:
+        if entry.alg == ALG and entry.kid in mine:
+            secret = mine[entry.kid].unwrap(entry, request.context())
+            return LocalUnwrapper(MasterKey(request.kid, request.algorithm, secret), request)
+    return None
 
 
 def path_of(reference: str) -> Path:

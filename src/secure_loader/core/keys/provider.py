@@ -211,8 +211,10 @@ class KeyRing:
             # Somebody may put the key there now, and try again.
             self._providers.clear()
             searched = ", ".join(s if isinstance(s, str) else f"key {s.kid!r}" for s in self._sources) or "nowhere"
+            for_whom = ", ".join(r.kid for r in request.recipients)
+            wrapped = f", which is wrapped for {for_whom}" if for_whom else ""
             raise KeyAccessError(
-                f"no master key with kid {request.kid!r} (searched: {searched})",
+                f"no master key with kid {request.kid!r}{wrapped} (searched: {searched})",
                 hint="put the key's JWK file into SECURE_LOADER_HOME/keys, or name it in SECURE_LOADER_KEYS",
             )
         _refuse_ambiguous(found, request.kid)

@@ -1,0 +1,185 @@
+"""For whom a master key is wrapped: names and references of recipients, and the entries that they get."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...config import LoaderConfig
+from ...errors import ConfigError, FormatError, KeyAccessError, MissingFileError, SourceError
+from ..aead import ALGORITHMS
+from ..home import keys_dir, recipients_dir, refuse_foreign
+from ..recipient import Recipient, WrapContext, check_recipients
+from ..secrets import Secret, looks_like_key
+from ..source import read_small_file
+from .hybrid import ALG, Identity, PublicIdentity
+from .jwk import MasterKey, parse_keys
+from .local import key_files, read_keys
+from .provider import provider, split_reference
+from .wrapping import WrappingProvider
+
+MAX_PUBLIC_FILE = 64 * 1024
+SUFFIX = ".jwk"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Somebody to wrap a master key for.
+
+    Attributes:
+        name: As :attr:`core.recipient.Recipient.name`.
+        who: An identity, or who asks a service, and what for.
+    """
+
+    name: tuple[str, str]
+    who: PublicIdentity | tuple[WrappingProvider, str]
+
+    def wrap(self, master: Secret, context: WrapContext) -> Recipient:
+        """Their entry. Raises KeyAccessError where a service does not do it."""
+        if isinstance(self.who, PublicIdentity):
+            return self.who.wrap(master, context)
+        service, reference = self.who
+        return service.wrap(reference, master, context)
+
+
+def one_time_key(algorithm: str = "aes256gcm") -> MasterKey:
+    """A fresh master key of one model, that nobody keeps but its recipients."""
+    cipher = ALGORITHMS[algorithm]
+    return MasterKey(f"model-{secrets.token_hex(8)}", cipher, Secret(bytearray(os.urandom(cipher.key_bytes))))
+
+
+def targets(who: Sequence[str], config: LoaderConfig | None = None) -> list[Target]:
+    """Find those who are named.
+
+    Args:
+        who: For each a NAME in the ``recipients`` folder, the path of a public identity, or the reference of a service's key
+            (``transit:…``, ``awskms:…``, ``pkcs11:…``).
+        config: Settings, for services.
+
+    Raises:
+        ConfigError: A name that nobody has, somebody twice, or a reference of a scheme that cannot wrap.
+        KeyAccessError: A file that holds no public identity.
+    """
+    found = [_target(one, config or LoaderConfig()) for one in who]
+    names = [t.name for t in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"the recipient {name[1]!r} is named twice")
+    return found
+
+
+def wrap_for(found: Iterable[Target], master: MasterKey, model_id: str) -> tuple[Recipient, ...]:
+    """The entries of recipients, as they stand in a file.
+
+    Raises:
+        ConfigError: Too many.
+        KeyAccessError: A service does not do it.
+    """
+    context = WrapContext(master.kid, master.algorithm.name, model_id)
+    return listed(target.wrap(master.secret, context) for target in found)
+
+
+def listed(entries: Iterable[Recipient]) -> tuple[Recipient, ...]:
+    """Entries in the order in which a file has them. Raises ConfigError."""
+    try:
+        return check_recipients(tuple(sorted(entries)))
+    except FormatError as e:
+        raise ConfigError(e.message) from None
+
+
+def known(config: LoaderConfig | None = None) -> dict[tuple[str, str], Target]:
+    """Everybody who can be wrapped for without being named: known identities, our own, and services among our key sources."""
+    found = {}
+    for public in [*(public for _, public in identities()), *_own()]:
+        found[ALG, public.kid] = Target((ALG, public.kid), public)
+    settings = config or LoaderConfig()
+    for reference in settings.keys or ():
+        service = _service(reference, settings)
+        if service is not None:
+            found[service.name] = service
+    return found
+
+
+def identities() -> Iterator[tuple[Path, PublicIdentity]]:
+    """Public identities in the ``recipients`` folder.
+
+    Raises:
+        ConfigError: Others could have put one there.
+        KeyAccessError: A file that holds no public identity.
+    """
+    for path in sorted(recipients_dir().glob(f"*{SUFFIX}")):
+        yield path, read_public(path)
+
+
+def read_public(path: Path) -> PublicIdentity:
+    """The public identity in a JWK file; a private one is not looked at.
+
+    Raises:
+        ConfigError: Others could have written it: they would read what is wrapped for it.
+        KeyAccessError: It holds something else.
+        MissingFileError, SourceError: It cannot be read.
+    """
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        raise MissingFileError("no such file", path=path) from None
+    except OSError as e:
+        raise SourceError(f"cannot be read: {e.strerror}", path=path) from None
+    refuse_foreign(info, path, "recipient's key")
+    return parse_public(read_small_file(str(path), MAX_PUBLIC_FILE), str(path))
+
+
+def parse_public(data: bytes, where: str) -> PublicIdentity:
+    """The public identity in a JWK. Raises KeyAccessError."""
+    keys = parse_keys(data, where)
+    if len(keys) != 1 or not isinstance(keys[0], PublicIdentity):
+        private = any(isinstance(k, Identity) for k in keys)
+        raise KeyAccessError(
+            f"{where}: {'holds a private identity' if private else 'is not one public identity (kty AKP)'}",
+            hint="who shall read the model prints the public half with: secure-loader recipients export NAME"
+            if private
+            else None,
+        )
+    return keys[0]
+
+
+def _own() -> Iterator[PublicIdentity]:
+    folder = keys_dir()
+    for path in sorted(key_files(folder)) if folder.is_dir() else []:
+        if path.name.endswith(".id.jwk"):
+            yield from (key.public() for key in read_keys(path) if isinstance(key, Identity))
+
+
+def _target(who: str, config: LoaderConfig) -> Target:
+    if looks_like_key(who):
+        raise ConfigError("a recipient is a name, a path or a reference, never key material")
+    service = _service(who, config)
+    if service is not None:
+        return service
+    if split_reference(who)[0] != "file":
+        raise ConfigError(f"a {split_reference(who)[0]}: reference brings keys, and wraps none", hint="docs/keys.md")
+    path = recipients_dir() / f"{who}{SUFFIX}"
+    if "/" in who or not path.exists():
+        path = Path(who).expanduser()
+        if not path.exists():
+            raise ConfigError(
+                f"there is no recipient {who!r}",
+                hint="see secure-loader recipients list; or give the path of a public identity, or SCHEME:WHERE (docs/keys.md)",
+            )
+    public = read_public(path)
+    return Target((ALG, public.kid), public)
+
+
+def _service(reference: str, config: LoaderConfig) -> Target | None:
+    """The service behind a reference, or None where it is not one that wraps."""
+    scheme, rest = split_reference(reference)
+    if scheme == "file":
+        return None
+    found = provider(scheme)
+    if not isinstance(found, WrappingProvider):
+        return None
+    found.configure(config)
+    return Target((found.alg, found.kid(rest)), (found, rest))
