@@ -76,7 +76,21 @@ def make_parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"secure-loader {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
-    for add in (_keygen, _trust, _encrypt, _decrypt, _verify, _inspect, _rewrap, _policy, _bench, _env, _config):
+    for add in (
+        _keygen,
+        _trust,
+        _recipients,
+        _encrypt,
+        _decrypt,
+        _verify,
+        _sign,
+        _inspect,
+        _rewrap,
+        _policy,
+        _bench,
+        _env,
+        _config,
+    ):
         add(commands)
     return parser
 
@@ -138,7 +152,7 @@ def _keygen(commands: _Commands) -> None:
 def _trust(commands: _Commands) -> None:
     parser = commands.add_parser(
         "trust",
-        help="list, add, remove and export the signers that this machine trusts",
+        help="list, add, remove, export and revoke the signers that this machine trusts",
         description=_wrap("The signers that this machine trusts. Only models that one of them signed are loaded."),
         epilog="examples:\n  secure-loader trust list\n  secure-loader trust add alice.json --model 'alice/*'\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -183,6 +197,90 @@ def _trust(commands: _Commands) -> None:
         "secure-loader trust export alice > alice.json",
     )
     p.add_argument("name", metavar="NAME", help="as in trust list")
+    p = _command(
+        actions,
+        "revoke",
+        "keys:trust_revoke",
+        "Take a signer, a release or a file no more, whoever names it.",
+        "secure-loader trust revoke alice --reason 'key stolen'\n"
+        "secure-loader trust revoke fzghk50fw_nvcyv3thZiUSt5powg2Xr8OiWLpHsud2Q --reason 'not who he said'\n"
+        "secure-loader trust revoke --model alice/tiny --release 3 --reason 'weights of a customer in it'\n"
+        "secure-loader trust revoke --file ./model/model.secure.safetensors --reason 'wrong file'",
+        "Written to trust/revoked.toml in the home folder, where it counts for every load of this user.",
+    )
+    p.add_argument("who", metavar="WHO", nargs="?", help="NAME of a trusted signer, or the thumbprint of any key")
+    p.add_argument("--model", metavar="ID", help="a model id, exactly as it is signed")
+    p.add_argument("--release", metavar="N", type=int, help="only this release of the model (default: all of them)")
+    p.add_argument("--file", metavar="PATH", help="this very file: a safetensors file, or a secure_manifest.json")
+    p.add_argument(
+        "--digest",
+        metavar="HEX",
+        help="a file by its file_id, or by the SHA-256 of its header or of a manifest's payload",
+    )
+    p.add_argument("--reason", metavar="TEXT", required=True, help="why: shown to whoever is refused")
+    p.add_argument(
+        "--since", metavar="DATE", help="since when, for the record (default: now). It counts at once, for all"
+    )
+
+
+def _recipients(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "recipients",
+        help="make an identity, and keep those of others to encrypt for",
+        description=_wrap(
+            "Identities: key pairs that models are encrypted for, by encrypt -r NAME. Who has the private half loads the model "
+            "without having been given its master key."
+        ),
+        epilog="examples:\n  secure-loader recipients new bob\n  secure-loader recipients add bob.jwk\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
+    p = _command(
+        actions,
+        "new",
+        "recipients:new",
+        "Make an identity of your own, hybrid of ML-KEM-768 and X25519.",
+        "secure-loader recipients new bob",
+        "The private half goes to the keys folder, the public one to the recipients folder of the home folder.",
+    )
+    p.add_argument("name", metavar="NAME", help="letters, digits, dots, dashes and underscores; at most 64")
+    p.add_argument("--force", action="store_true", help="replace the identity of that name; its files are kept aside")
+    _command(
+        actions,
+        "list",
+        "recipients:show",
+        "List the public identities that this machine knows.",
+        "secure-loader recipients list\nsecure-loader recipients list --json",
+    )
+    p = _command(
+        actions,
+        "add",
+        "recipients:add",
+        "Keep somebody's public identity, to encrypt for.",
+        "secure-loader recipients add bob.jwk\n"
+        "ssh bob@host secure-loader recipients export bob | secure-loader recipients add - --name bob",
+        "Compare the thumbprint it prints with the one that its owner tells you in another way.",
+    )
+    p.add_argument("file", metavar="FILE", help="a public JWK; - reads stdin")
+    p.add_argument("--name", metavar="N", help="what you call them (default: the name of FILE)")
+    p.add_argument("--force", action="store_true", help="replace the one of that name")
+    p = _command(
+        actions,
+        "remove",
+        "recipients:remove",
+        "Forget a public identity. Models that were encrypted for it stay so: see rewrap --remove.",
+        "secure-loader recipients remove bob",
+    )
+    p.add_argument("name", metavar="NAME", help="as in recipients list")
+    p = _command(
+        actions,
+        "export",
+        "recipients:export",
+        "Print a public identity, for those who shall encrypt for it.",
+        "secure-loader recipients export bob > bob.jwk",
+    )
+    p.add_argument("name", metavar="NAME", help="as in recipients list")
 
 
 def _encrypt(commands: _Commands) -> None:
@@ -193,12 +291,18 @@ def _encrypt(commands: _Commands) -> None:
         "Encrypt and sign a model folder.",
         "secure-loader encrypt ./model ./model-encrypted\n"
         "secure-loader encrypt ./model ./out -k alice --model-id alice/model --release 2\n"
-        "secure-loader encrypt ./model ./out --exclude '*.bias' --exclude 'lm_head.*'",
+        "secure-loader encrypt ./model ./out --exclude '*.bias' --exclude 'lm_head.*'\n"
+        "secure-loader encrypt ./model ./out -r bob -r transit:https://vault.example:8200/transit/keys/models",
         "SRC is only read. A run that was killed is completed by the next one with the same arguments.",
     )
     p.add_argument("src", metavar="SRC", help="a folder as save_pretrained writes it")
     p.add_argument("dst", metavar="DST", help="the new folder")
-    _new_keys(p, "master key: a NAME given to keygen, a kid, file:PATH or env:NAME (default: the only one there is)")
+    _new_keys(
+        p,
+        "master key: a NAME given to keygen, a kid, file:PATH or env:NAME (default: the only one there is; with -r, a new "
+        "one that nobody keeps but the recipients)",
+    )
+    _for_whom(p, "encrypt for them")
     p.add_argument("--model-id", metavar="ID", help="what trust stores match (default: the name of SRC)")
     p.add_argument("--release", metavar="N", type=int, default=1, help="grows with every publication (default: 1)")
     p.add_argument(
@@ -260,6 +364,47 @@ def _verify(commands: _Commands) -> None:
     )
     p.add_argument("path", metavar="PATH", help="a file, or a model folder")
     p.add_argument("--full", action="store_true", help="also compare every stored byte with its signed digest")
+    p.add_argument(
+        "--oms-key",
+        metavar="PEM",
+        action="append",
+        dest="oms_keys",
+        help="demand a model.sig (OpenSSF model signing) by this public key, and no other; a file, or a folder of *.pem; may be "
+        "repeated (default: one that is there is checked with those in trust/oms of the home folder)",
+    )
+    _trusting(p)
+
+
+def _sign(commands: _Commands) -> None:
+    p = _command(
+        commands,
+        "sign",
+        "sign:sign",
+        "Sign an encrypted model folder for the tools of OpenSSF model signing as well.",
+        "secure-loader sign --oms ./model-encrypted --key release.pem\n"
+        "secure-loader sign --oms ./model-encrypted --key release.pem --passphrase-file /run/secrets/passphrase --force",
+        "Every byte of the folder is verified and hashed; the signature is model.sig in the folder.",
+    )
+    p.add_argument("folder", metavar="FOLDER", help="an encrypted folder")
+    p.add_argument(
+        "--oms",
+        action="store_true",
+        required=True,
+        help="write model.sig, in the format of OpenSSF model signing: the only kind there is",
+    )
+    p.add_argument(
+        "--key",
+        metavar="PEM",
+        required=True,
+        help="file with a private EC key (P-256, P-384 or P-521) that only you can read; "
+        "openssl ecparam -name prime256v1 -genkey -noout makes one",
+    )
+    p.add_argument(
+        "--passphrase-file",
+        metavar="FILE",
+        help="the key's passphrase, in a file that only you can read, or behind fd:N",
+    )
+    p.add_argument("--force", action="store_true", help="replace a model.sig")
     _trusting(p)
 
 
@@ -280,13 +425,25 @@ def _rewrap(commands: _Commands) -> None:
         commands,
         "rewrap",
         "models:rewrap",
-        "Put an encrypted model folder under another master key, and sign it again.",
-        "secure-loader keygen alice-2027\nsecure-loader rewrap ./model-encrypted -k alice-2027 --release 2",
+        "Put an encrypted model folder under another master key or change its recipients, and sign it again.",
+        "secure-loader keygen alice-2027\nsecure-loader rewrap ./model-encrypted -k alice-2027 --release 2\n"
+        "secure-loader rewrap ./model-encrypted -r carol --remove bob-id-1f3a9c02 --new-key --release 3",
         "Tensors are not encrypted again: only the keys that they are encrypted with are.",
     )
     p.add_argument("path", metavar="PATH", help="an encrypted folder; replaced when the new one is complete")
     _new_keys(
-        p, "the new master key: a NAME given to keygen, a kid, file:PATH or env:NAME (default: the only one there is)"
+        p,
+        "the new master key: a NAME given to keygen, a kid, file:PATH or env:NAME (default: the only one there is; where "
+        "there are recipients, the old one)",
+    )
+    p.add_argument("--new-key", action="store_true", help="a new master key that nobody keeps but the recipients")
+    _for_whom(p, "they open it from now on, besides those who do")
+    p.add_argument(
+        "--remove",
+        metavar="KID",
+        action="append",
+        default=[],
+        help="a recipient, as in inspect, who shall not open it any more; may be repeated",
     )
     p.add_argument("--release", metavar="N", type=int, help="the new release (default: as it is)")
     _keys(p, "where the old master key is")
@@ -378,6 +535,19 @@ def _config(commands: _Commands) -> None:
 
 def _models(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--model", metavar="PATTERN", action="append", dest="models", help=f"{text}; may be repeated")
+
+
+def _for_whom(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument(
+        "-r",
+        "--recipient",
+        metavar="WHO",
+        action="append",
+        default=[],
+        dest="recipients",
+        help=f"{text}: a NAME as in recipients list, the path of a public identity, or the key of a service, SCHEME:WHERE "
+        "(docs/keys.md); may be repeated",
+    )
 
 
 def _new_keys(parser: argparse.ArgumentParser, text: str) -> None:

@@ -15,11 +15,12 @@ from ..core.aead import CHUNK_SIZE
 from ..core.export import decrypt_model
 from ..core.inspection import FileSummary, Inspection
 from ..core.keys.jwk import MasterKey, SigningKey
-from ..core.keys.local import LOCAL, keys_at
-from ..core.keys.provider import split_reference
+from ..core.keys.local import keys_at
+from ..core.keys.provider import LOCAL, split_reference
 from ..core.policy import is_trivial
 from ..core.rewrap import rewrap_model
 from ..core.secrets import looks_like_key
+from ..core.survey import is_signature
 from ..core.writer import ModelReport, encrypt_model, resolve_master, resolve_signing
 from ..errors import ConfigError, KeyAccessError
 from .arguments import Arguments
@@ -31,7 +32,7 @@ _WHAT: dict[type, str] = {MasterKey: "master key", SigningKey: "signing key"}
 
 def encrypt(args: Arguments, out: Output) -> None:
     """``encrypt SRC DST``."""
-    master, signing = _own_keys(args)
+    master, signing = _own_keys(args, keyless=bool(args.recipients))
     report = encrypt_model(
         args.src,
         args.dst,
@@ -45,12 +46,17 @@ def encrypt(args: Arguments, out: Output) -> None:
         exclude=args.exclude,
         keep_names=args.keep_names,
         policy=args.policy,
+        recipients=args.recipients,
         force=args.force,
         progress=out.progress,
     )
-    if report.left_out:
-        out.warn(f"not taken over, weights in another format would lie there in clear: {', '.join(report.left_out)}")
-    _done(out, "Encrypted", report, master, signing)
+    _done(out, "Encrypted", report, signing)
+    if master is not None and args.recipients:
+        out.warn(f"the recipients get {master.kid}, and with it every model that is encrypted under it")
+    if master is None:
+        out.note(
+            "Nobody keeps the master key: only the recipients can load it. To be one of them, say -r with your own name."
+        )
 
 
 def decrypt(args: Arguments, out: Output) -> None:
@@ -63,25 +69,37 @@ def decrypt(args: Arguments, out: Output) -> None:
 
 def rewrap(args: Arguments, out: Output) -> None:
     """``rewrap PATH``."""
-    master, signing = _own_keys(args)
+    # Whether there are recipients is known when the folder was verified.
+    master, signing = _own_keys(args, keyless=True)
     report = rewrap_model(
         args.path,
         key=master,
+        new_key=args.new_key,
+        recipients=args.recipients,
+        remove=args.remove,
         signing_key=signing,
         keys=references(args.keys),
         trust=args.trust,
         release=args.release,
         progress=out.progress,
     )
-    _done(out, "Rewrapped", report, master, signing)
+    _done(out, "Rewrapped", report, signing)
+    if args.remove:
+        out.note(
+            "Whoever was removed may have kept what he could open so far: only what you encrypt anew is kept from him."
+        )
 
 
-def _own_keys(args: Arguments) -> tuple[MasterKey, SigningKey]:
-    """The keys to write with: by NAME or kid from the home folder, or by reference."""
+def _own_keys(args: Arguments, *, keyless: bool) -> tuple[MasterKey | None, SigningKey]:
+    """The keys to write with: by NAME or kid from the home folder, or by reference; no master key need be named if ``keyless``."""
     key, signing = args.key, args.signing_key
     try:
-        if _is_reference(key):
-            master, together = _only(MasterKey, key), None
+        master: MasterKey | None = None
+        together = None
+        if key is None and keyless:
+            pass
+        elif _is_reference(key):
+            master = _only(MasterKey, key)
         else:
             master, together = resolve_master(key), key
         return master, _only(SigningKey, signing) if _is_reference(signing) else resolve_signing(signing, together)
@@ -122,13 +140,12 @@ def _refuse_material(option: str, value: str) -> None:
         )
 
 
-def _done(
-    out: Output, verb: str, report: ModelReport, master: MasterKey | None = None, signing: SigningKey | None = None
-) -> None:
+def _done(out: Output, verb: str, report: ModelReport, signing: SigningKey | None = None) -> None:
+    _warn_left_out(report, out)
     document: dict[str, Any] = asdict(report)
-    if master is not None and signing is not None:
-        document |= {"key_id": master.kid, "algorithm": master.algorithm.name, "signer_key_id": signing.kid}
-    plain = master is None
+    if signing is not None:
+        document["signer_key_id"] = signing.kid
+    plain = report.key_id is None
     tensors = count(report.tensors, "tensor") if plain else _tensors(report.tensors, report.encrypted)
     speed = f" ({human_bytes(round(report.tensor_bytes / report.seconds))}/s)" if report.seconds > 0.05 else ""
     lines = [
@@ -138,7 +155,8 @@ def _done(
                 ("model", f"{report.model_id}, release {report.release}"),
                 ("tensors", f"{tensors}, {human_bytes(report.tensor_bytes)}"),
                 ("files", f"{count(report.shards, 'weight file')}, {count(report.files, 'other file')}"),
-                ("key", "" if master is None else f"{master.kid} ({master.algorithm.name})"),
+                ("key", "" if plain else f"{report.key_id} ({report.algorithm})"),
+                ("recipients", ", ".join(report.recipients)),
                 ("signed by", "" if signing is None else signing.kid),
                 ("resumed", f"{count(report.reused_shards, 'finished weight file')}" if report.reused_shards else ""),
                 ("took", human_seconds(report.seconds) + speed),
@@ -146,6 +164,18 @@ def _done(
         ),
     ]
     out.result(document, lines, report=True)
+
+
+def _warn_left_out(report: ModelReport, out: Output) -> None:
+    signatures = [name for name in report.left_out if is_signature(name)]
+    weights = [name for name in report.left_out if name not in signatures]
+    if weights:
+        out.warn(f"not taken over, weights in another format would lie there in clear: {', '.join(weights)}")
+    if signatures:
+        out.warn(
+            f"not taken over, what it signs is not this folder: {', '.join(signatures)}. "
+            f"Sign this one with: secure-loader sign --oms {clean(shlex.quote(report.folder))} --key PEM"
+        )
 
 
 def _tensors(tensors: int, encrypted: int) -> str:
@@ -156,7 +186,7 @@ def _tensors(tensors: int, encrypted: int) -> str:
 
 def verify(args: Arguments, out: Output) -> None:
     """``verify PATH``."""
-    done = inspection.verify(args.path, trust=args.trust, full=args.full, progress=out.progress)
+    done = inspection.verify(args.path, trust=args.trust, full=args.full, oms_keys=args.oms_keys, progress=out.progress)
     checked = "signature, file set, headers" + (", every stored byte" if done.full else "")
     unread = "" if done.full else "tensor bytes: loading checks them as it decrypts, --full checks them now"
     lines = [
@@ -165,6 +195,7 @@ def verify(args: Arguments, out: Output) -> None:
             [
                 ("model", "" if done.model_id is None else f"{done.model_id}, release {done.release}"),
                 ("signer", f"{done.signer} ({done.signer_key_id})"),
+                ("model.sig", "" if done.model_signer is None else f"by {done.model_signer}"),
                 (
                     "holds",
                     f"{count(done.files, 'file')}, {count(done.tensors, 'tensor')}, {human_bytes(done.tensor_bytes)}",
@@ -213,6 +244,7 @@ def _summary(seen: Inspection, signers: dict[str, str], out: Output) -> list[str
                 ("manifest", "signed" if seen.has_manifest else "none" if Path(seen.path).is_dir() else ""),
                 ("tensors", f"{held}, {human_bytes(sum(f.tensor_bytes for f in files))} ({kinds or 'empty'})"),
                 ("key", _join(f"{f.key_id} ({f.algorithm})" for f in files if f.key_id)),
+                ("recipients", _join(", ".join(f.recipients) for f in files)),
                 ("signer", _join(signers.values())),
                 ("policy", _join(_policy(f) for f in files)),
             ]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import FormatError, MissingFileError, SecureLoaderError
+from .. import config as cfg
+from ..errors import ConfigError, FormatError, MissingFileError, SecureLoaderError
 from . import envelope as env
 from . import manifest as mf
+from . import oms_check
 from .archive import TensorFile
 from .checkpoint import Checkpoint
 from .header import Header
@@ -43,6 +45,7 @@ class FileSummary:
         release: As signed, or None.
         created: As signed, or None.
         local_policy: Embedded Rego text, or None.
+        recipients: For whom the master key is wrapped.
     """
 
     name: str
@@ -61,6 +64,7 @@ class FileSummary:
     release: int | None
     created: str | None
     local_policy: str | None
+    recipients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,7 @@ class Verification:
         tensor_bytes: Their size.
         full: Whether every stored byte was compared with its signed digest.
         seconds: Wall time.
+        model_signer: Whose ``model.sig`` was checked as well, in the operator's words, or None.
     """
 
     path: str
@@ -138,6 +143,7 @@ class Verification:
     tensor_bytes: int
     full: bool
     seconds: float
+    model_signer: str | None = None
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
@@ -224,7 +230,36 @@ def _describe(name: str, nbytes: int, header: Header, envelope: env.Envelope | N
         release=None if profile is None else profile.release,
         created=None if profile is None else profile.created,
         local_policy=None if envelope is None else envelope.policy.local,
+        recipients=() if profile is None else tuple(r.kid for r in profile.recipients),
     )
+
+
+def identify(path: str | os.PathLike[str]) -> dict[str, str]:
+    """By what one file can be revoked: ``file_id`` of a file of profile 1, ``sha256`` of what a manifest signs.
+
+    Raises:
+        ConfigError: A folder, whose release or manifest is revoked; or a file without profile 1, in which everything
+            that could name it can be changed under its signature.
+        SecureLoaderError: It cannot be read, or is neither signed file nor manifest.
+    """
+    place = Path(path)
+    if place.is_dir():
+        raise ConfigError(
+            "is a folder",
+            path=place,
+            hint=f"revoke the release with --model and --release, or --file {place / mf.MANIFEST}",
+        )
+    if place.name == mf.MANIFEST:
+        return {"sha256": mf.revocable_digest(mf.peek(read_small_file(str(place), mf.MAX_MANIFEST)))}
+    try:
+        with FileSource(place) as source:
+            header = read_header(source)
+        profile = env.parse(header).profile
+    except SecureLoaderError as e:
+        raise annotate(e, str(place)) from None
+    if profile is None:
+        raise ConfigError("has no profile 1, and so nothing to revoke it by", path=place, hint="revoke its signer")
+    return {"file_id": profile.file_id.hex()}
 
 
 def verify(
@@ -232,6 +267,7 @@ def verify(
     *,
     trust: TrustSources | None = None,
     full: bool = False,
+    oms_keys: Sequence[str | os.PathLike[str]] | None = None,
     progress: bool | None = None,
 ) -> Verification:
     """Check a file or a model folder against its publisher's signature. No key is needed.
@@ -239,7 +275,10 @@ def verify(
     Args:
         path: A file, or a folder.
         trust: Whom to trust, as for :func:`core.session.safe_open`.
-        full: Also compare every stored byte of every tensor with its signed SHA-256 digest.
+        full: Also compare every stored byte of every tensor with its signed SHA-256 digest, and that of every file with
+            ``model.sig`` where that is checked.
+        oms_keys: Public EC keys (PEM files, and folders of them): demand a ``model.sig`` that one of them signed. None
+            takes the settings', then the user's own, and demands what the settings do; an empty list pays no heed to any.
         progress: Show a bar with ``full``; None decides by the terminal.
 
     Returns:
@@ -251,17 +290,22 @@ def verify(
     """
     started = time.perf_counter()
     where = Path(path)
-    session = Session(keys=[], trust=trust)
+    config = cfg.load({} if oms_keys is None else {"oms_keys": oms_keys, "require_oms": len(oms_keys) > 0})
+    session = Session(keys=[], trust=trust, config=config)
     if not where.exists():
         raise MissingFileError("no such file or folder", path=where)
     folder = where if where.is_dir() else None
+    if folder is None and oms_keys:
+        raise ConfigError(f"is one file, and {mf.MODEL_SIGNATURE} signs folders", path=where)
     checkpoint = None if folder is None else Checkpoint(folder, session)
     names = [""] if checkpoint is None else checkpoint.shards()
     tensors = nbytes = 0
     model_id: str | None = None
     release: int | None = None
     signer = None if checkpoint is None else checkpoint.signer
-    with progress_bar(_total(where, names) if full else 0, "Verifying", show=progress if full else False) as advance:
+    hashed = list(mf.list_files(where)) if checkpoint is not None and checkpoint.model_signer is not None else []
+    total = _total(where, [*names, *hashed]) if full else 0
+    with progress_bar(total, "Verifying", show=progress if full else False) as advance:
         for name in names:
             file = session.open_file(where) if checkpoint is None else checkpoint.open(name)
             with file.source:
@@ -273,6 +317,8 @@ def verify(
                     model_id, release = file.profile.model_id, file.profile.release
                 if signer is None and file.verified is not None:
                     signer = file.verified.signer
+        if full and checkpoint is not None and hashed:
+            oms_check.check(checkpoint.folder, session.config, advance=advance)
     if checkpoint is not None and checkpoint.manifest is not None:
         model_id, release = checkpoint.manifest.model_id, checkpoint.manifest.release
         count = len(checkpoint.manifest.files)
@@ -289,6 +335,7 @@ def verify(
         tensor_bytes=nbytes,
         full=full,
         seconds=time.perf_counter() - started,
+        model_signer=None if checkpoint is None or checkpoint.model_signer is None else checkpoint.model_signer.name,
     )
 
 

@@ -8,18 +8,20 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...errors import ConfigError, KeyAccessError, WriteError
 from ..aead import ALGORITHMS
 from ..atomic import write_bytes, write_error
-from ..home import home, keys_dir, private_folder, trust_dir
+from ..home import home, keys_dir, private_folder, recipients_dir, trust_dir
 from ..secrets import Secret, wipe
 from ..trust import TrustedSigner
 from ..trust_files import check_name, document_bytes, trust_file
-from .jwk import MasterKey, SigningKey
+from .hybrid import SEED_BYTES, Identity
+from .jwk import MasterKey, SigningKey, b64url
 from .scrypt_file import seal
 
 
@@ -120,12 +122,69 @@ def generate_keys(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class NewIdentity:
+    """What :func:`generate_identity` made. Holds no key material.
+
+    Attributes:
+        name: As given.
+        key_id: kid of the identity.
+        thumbprint: SHA-256 of the public half, hexadecimal.
+        key_file: Private JWK.
+        public_file: Public JWK, for those who shall encrypt for it.
+        replaced: Where the files of an earlier one of that name were put.
+    """
+
+    name: str
+    key_id: str
+    thumbprint: str
+    key_file: Path
+    public_file: Path
+    replaced: tuple[Path, ...]
+
+
+def generate_identity(name: str, *, force: bool = False) -> NewIdentity:
+    """Make an identity, which others encrypt models for: ML-KEM-768 and X25519 (:mod:`core.keys.hybrid`).
+
+    Args:
+        name: Names the files; part of the kid, which is unique all the same.
+        force: Put an earlier one of that name aside.
+
+    Raises:
+        ConfigError: A bad name.
+        KeyAccessError: Others can enter the keys folder.
+        WriteError: There is one of that name, or the files cannot be written.
+    """
+    check_name(name)
+    token = secrets.token_hex(4)
+    identity = Identity(f"{name}-id-{token}", _random(SEED_BYTES))
+    public = identity.public()
+    key_file, public_file = keys_dir() / f"{name}.id.jwk", recipients_dir() / f"{name}.jwk"
+    files: list[tuple[Path, bytearray | None, int]] = [
+        (key_file, _json(identity.document(b64url)), 0o600),
+        (public_file, _json(public.document(b64url)), 0o644),
+    ]
+    try:
+        with _locked_folder():
+            private_folder(recipients_dir())
+            _refuse_existing(name, [path for path, _, _ in files], force=force)
+            replaced = _write_all(files, token)
+    finally:
+        for _, data, _ in files:
+            wipe(data or bytearray())
+    return NewIdentity(name, identity.kid, public.thumbprint(), key_file, public_file, replaced)
+
+
 def _random(length: int) -> Secret:
     return Secret(bytearray(os.urandom(length)))
 
 
+def _json(document: Mapping[str, Any]) -> bytearray:
+    return bytearray(json.dumps(document, indent=2).encode() + b"\n")
+
+
 def _private_json(key: MasterKey | SigningKey, passphrase: Secret | None = None) -> bytearray:
-    text = bytearray(json.dumps(key.document(), indent=2).encode() + b"\n")
+    text = _json(key.document())
     if passphrase is None:
         return text
     try:

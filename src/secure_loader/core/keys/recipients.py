@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...config import LoaderConfig
-from ...errors import ConfigError, FormatError, KeyAccessError, MissingFileError, SourceError
+from ...errors import ConfigError, FormatError, KeyAccessError, MissingFileError, SourceError, WriteError
 from ..aead import ALGORITHMS
-from ..home import keys_dir, recipients_dir, refuse_foreign
+from ..atomic import write_bytes
+from ..home import home, keys_dir, private_folder, recipients_dir, refuse_foreign
 from ..recipient import Recipient, WrapContext, check_recipients
 from ..secrets import Secret, looks_like_key
 from ..source import read_small_file
+from ..trust_files import check_name
 from .hybrid import ALG, Identity, PublicIdentity
-from .jwk import MasterKey, parse_keys
+from .jwk import MasterKey, b64url, parse_keys
 from .local import key_files, read_keys
 from .provider import provider, split_reference
 from .wrapping import WrappingProvider
@@ -144,6 +147,47 @@ def parse_public(data: bytes, where: str) -> PublicIdentity:
             else None,
         )
     return keys[0]
+
+
+def add(public: PublicIdentity, name: str, *, force: bool = False) -> Path:
+    """Remember somebody's public identity under a name.
+
+    Raises:
+        ConfigError: A bad name.
+        WriteError: There is one of that name, or it cannot be written.
+    """
+    path = recipient_file(name)
+    if path.exists() and not force:
+        raise WriteError(f"there is a recipient named {name!r}", path=path, hint="take another --name, or say --force")
+    private_folder(home())
+    private_folder(recipients_dir())
+    write_bytes(path, document_bytes(public), mode=0o644, overwrite=force)
+    return path
+
+
+def remove(name: str) -> Path:
+    """Forget somebody's public identity. Raises ConfigError where nobody has that name."""
+    path = recipient_file(name)
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        raise unknown(name) from None
+    return path
+
+
+def recipient_file(name: str) -> Path:
+    """Where the public identity of that name is kept."""
+    return recipients_dir() / f"{check_name(name)}{SUFFIX}"
+
+
+def unknown(name: str) -> ConfigError:
+    """Nobody has that name."""
+    return ConfigError(f"there is no recipient {name!r}", hint="see secure-loader recipients list")
+
+
+def document_bytes(public: PublicIdentity) -> bytes:
+    """The public JWK: what is given to those who shall encrypt for it."""
+    return json.dumps(public.document(b64url), indent=2).encode() + b"\n"
 
 
 def _own() -> Iterator[PublicIdentity]:
