@@ -16,6 +16,7 @@
     │   ├── EncryptedFileError                ciphertext where nobody asked for the secure loader
     │   ├── SignatureError
     │   ├── UntrustedSignerError
+    │   │   └── RevokedError                  the operator takes this signer, release or file no more
     │   ├── ManifestError                     the folder is not what its publisher signed
     │   │   └── RollbackError                 an older release than one seen before
     │   └── AuthenticationError               a tag or digest of tensor bytes
@@ -147,12 +148,16 @@ class UntrustedSignerError(VerificationError):
     """Signed by a key that the local trust store does not name for this model."""
 
 
+class RevokedError(UntrustedSignerError):
+    """The signer, the release or the file is on the operator's revocation list."""
+
+
 class ManifestError(VerificationError):
     """The folder is not the one its publisher signed: a file is missing, extra, or altered."""
 
 
 class RollbackError(ManifestError):
-    """An older release of the model than one that was loaded here before."""
+    """An older release of the model than one that was loaded here before, or than the operator allows."""
 
 
 class AuthenticationError(VerificationError):

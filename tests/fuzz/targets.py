@@ -17,6 +17,7 @@ from secure_loader.core import envelope, header, manifest, strict_json, trust
 from secure_loader.core.keys import jwk
 from secure_loader.core.secrets import Secret
 from secure_loader.core.trust import TrustedSigner, TrustStore
+from secure_loader.core.trust_rules import Subject
 from secure_loader.core.types import DTYPES, TensorInfo
 from secure_loader.errors import FormatError, SecureLoaderError, SignatureError, VerificationError
 
@@ -183,7 +184,7 @@ def one_manifest(data: bytes) -> None:
         kid = json.loads(base64.urlsafe_b64decode(jws["protected"] + "=="))["kid"]
         store = TrustStore([TrustedSigner("stranger", jwk.VerifyKey(kid, _STRANGER))])
         try:
-            store.verify(message, base64.urlsafe_b64decode(jws["signature"] + "=="), kid, found.model_id)
+            store.verify(message, base64.urlsafe_b64decode(jws["signature"] + "=="), kid, Subject(found.model_id))
         except VerificationError:
             continue
         check(False, "a signature of nobody was accepted")

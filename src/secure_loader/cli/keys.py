@@ -13,10 +13,14 @@ from ..core.keys.generate import NewKeys, generate_keys
 from ..core.keys.passphrase import ask_for_new, check_new, read_passphrase
 from ..core.secrets import Secret
 from ..core.source import read_small_file
-from ..core.trust import MAX_TRUST_FILE, TrustedSigner, parse_time, parse_trusted, read_trust_file
+from ..core.trust import MAX_TRUST_FILE, TrustedSigner, parse_trusted, read_trust_file
+from ..core.trust_files import RulesFile, TrustFile
+from ..core.trust_rules import Revocation, Rules, parse_time, time_text
 from ..errors import ConfigError, FormatError, KeyAccessError, SecureLoaderError
 from .arguments import Arguments
 from .output import Output, clean, facts, table
+
+_FILE_ID_DIGITS = 32
 
 
 def keygen(args: Arguments, out: Output) -> None:
@@ -75,9 +79,11 @@ def _under(path: Path) -> str:
 def trust_list(args: Arguments, out: Output) -> None:
     """``trust list``."""
     del args
-    files = list(trust_files.list_trusted())
-    rows = [_row(f.path, f.signer) for f in files if f.signer is not None]
-    broken = [f for f in files if f.problem is not None]
+    signers, others = list(trust_files.list_trusted()), list(trust_files.list_rules())
+    unusable: list[TrustFile | RulesFile] = [*signers, *others]
+    rules = sum((f.rules for f in others if f.rules is not None), Rules())
+    rows = [_row(f.path, f.signer, rules) for f in signers if f.signer is not None]
+    problems = [(f.path, f.problem) for f in unusable if f.problem is not None]
     lines = (
         table(
             ["name", "key id", "thumbprint", "models", "until"],
@@ -87,29 +93,95 @@ def trust_list(args: Arguments, out: Output) -> None:
         if rows
         else ["No signer is trusted: no encrypted model will load. Add one with: secure-loader trust add FILE"]
     )
-    out.result({"signers": rows, "unusable": [str(f.path) for f in broken]}, lines)
-    for f in broken:
-        if f.problem is not None and f is not broken[-1]:
-            out.warn(f"{f.path}: {f.problem.message}")
-    if broken and broken[-1].problem is not None:
+    document = {
+        "signers": rows,
+        "revoked": [entry.document() | {"file": entry.where} for entry in rules.revoked],
+        "rules": [rule.document() | {"file": rule.where} for rule in rules.rules],
+        "only_listed": rules.only_listed,
+        "unusable": [str(path) for path, _ in problems],
+    }
+    out.result(document, [*lines, *_rule_lines(rules), *_revoked_lines(rules)])
+    for path, problem in problems[:-1]:
+        out.warn(f"{path}: {problem.message}")
+    if problems:
         # One bad file stops every load, so it must not look as if all were well.
-        raise broken[-1].problem
+        raise problems[-1][1]
 
 
-def _row(path: Path, signer: TrustedSigner) -> dict[str, Any]:
-    until = signer.not_after
+def _rule_lines(rules: Rules) -> list[str]:
+    if not rules.rules:
+        return []
+    rows = []
+    for rule in rules.rules:
+        said = {k: v for k, v in rule.document().items() if k != "pattern"}
+        texts = (f"{k} {', '.join(map(str, v)) if isinstance(v, list) else str(v).lower()}" for k, v in said.items())
+        rows.append([", ".join(rule.patterns), "; ".join(texts) or "-"])
+    rest = ["", "Models that no rule is about are refused."] if rules.only_listed else []
+    return ["", *table(["models", "must have"], rows, indent=""), *rest]
+
+
+def _revoked_lines(rules: Rules) -> list[str]:
+    if not rules.revoked:
+        return []
+    rows = [[_what(entry), f"{entry.since:%Y-%m-%d}", entry.reason] for entry in rules.revoked]
+    return ["", *table(["revoked", "since", "why"], rows, indent="")]
+
+
+def _what(entry: Revocation) -> str:
+    if entry.signer is not None:
+        return f"signer {entry.signer}{f' ({entry.name})' if entry.name else ''}"
+    if entry.model is not None:
+        return f"model {entry.model}{'' if entry.release is None else f', release {entry.release}'}"
+    return f"file {entry.file_id}" if entry.file_id is not None else f"SHA-256 {entry.sha256}"
+
+
+def trust_revoke(args: Arguments, out: Output) -> None:
+    """``trust revoke``."""
+    asked = [name for name in ("who", "model", "file", "digest") if getattr(args, name) is not None]
+    if len(asked) != 1:
+        raise ConfigError("say what is revoked by one of NAME or THUMBPRINT, --model, --file and --digest")
+    if args.release is not None and args.model is None:
+        raise ConfigError("--release goes with --model")
+    since = _date("--since", args.since) or dt.datetime.now(dt.UTC).replace(microsecond=0)
+    what: dict[str, Any] = {"model": args.model, "release": args.release}
+    if args.who is not None:
+        what["signer"], what["name"] = trust_files.thumbprint_of(args.who)
+    elif args.file is not None:
+        from ..core.inspection import identify  # what reads files is not needed for the rest
+
+        what |= identify(args.file)
+    elif args.digest is not None:
+        what["file_id" if len(args.digest) == _FILE_ID_DIGITS else "sha256"] = args.digest
+    entry = Revocation(args.reason, since, **what)
+    path = trust_files.revoke(entry)
+    out.result(
+        entry.document() | {"file": str(path)},
+        [
+            out.paint(f"Revoked: {clean(_what(entry))}", "bold"),
+            *facts([("since", time_text(since)), ("why", entry.reason), ("list", str(path))]),
+        ],
+        report=True,
+    )
+    out.note("It counts on this machine only. Copy the list to the others, or run the same command there.")
+
+
+def _row(path: Path, signer: TrustedSigner, rules: Rules) -> dict[str, Any]:
+    until, revoked = signer.not_after, rules.revocation_of(signer.key.thumbprint())
     return {
         "name": path.stem,
         "key_id": signer.key.kid,
         "thumbprint": signer.key.thumbprint(),
         "models": list(signer.models),
-        "until": None if until is None else until.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "until": None if until is None else time_text(until),
         "expired": until is not None and dt.datetime.now(dt.UTC) >= until,
+        "revoked": None if revoked is None else time_text(revoked.since),
         "file": str(path),
     }
 
 
 def _when(row: dict[str, Any]) -> str:
+    if row["revoked"]:
+        return f"revoked {row['revoked'][:10]}"
     return f"{row['until']}{' (expired)' if row['expired'] else ''}" if row["until"] else "-"
 
 
@@ -117,11 +189,11 @@ def trust_add(args: Arguments, out: Output) -> None:
     """``trust add FILE``."""
     signer = _read_signer(args.file, args.name)
     models = _patterns(args.models) or signer.models
-    signer = replace(signer, models=models, not_after=_until(args.until) or signer.not_after)
+    signer = replace(signer, models=models, not_after=_date("--until", args.until) or signer.not_after)
     if signer.not_after is not None and signer.not_after <= dt.datetime.now(dt.UTC):
         raise ConfigError(f"that signer would be trusted only until {signer.not_after:%Y-%m-%d}, which is past")
     path = trust_files.add(signer, force=args.force)
-    row = _row(path, signer)
+    row = _row(path, signer, Rules())
     out.result(
         row,
         [
@@ -193,11 +265,11 @@ def _choose_name(name: str | None, signer: TrustedSigner, file: str) -> str:
     raise ConfigError("neither the file nor its kid can serve as a name", hint="say one with --name")
 
 
-def _until(text: str | None) -> dt.datetime | None:
+def _date(option: str, text: str | None) -> dt.datetime | None:
     try:
         return parse_time(text)
     except FormatError as e:
-        raise ConfigError(f"--until: {e.message}") from None
+        raise ConfigError(f"{option}: {e.message}") from None
 
 
 def _patterns(models: list[str] | None) -> tuple[str, ...]:

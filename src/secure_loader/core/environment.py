@@ -26,7 +26,7 @@ from .keys.jwk import MasterKey, SigningKey
 from .keys.local import key_files, read_keys
 from .keys.provider import split_reference
 from .pool import threads
-from .trust_files import list_trusted
+from .trust_files import list_rules, list_trusted
 
 _OURS = "secure-loader"
 PACKAGES = ("cryptography", "safetensors", "numpy", "torch", "cuda-bindings", "transformers", "vllm")
@@ -160,6 +160,7 @@ def describe() -> Environment:
     packages, hooks = tuple(_packages()), tuple(map(_hook, *zip(*_HOOKS, strict=True)))
     problems += key_problems
     problems += [f"{t.path}: {t.problem.message}" for t in trusted if t.problem is not None]
+    problems += [f"{r.path}: {r.problem.message}" for r in list_rules() if r.problem is not None]
     problems += [f"{p.name} {p.version} is outside {p.supported}" for p in packages if p.fits is False]
     return Environment(
         version=__version__,

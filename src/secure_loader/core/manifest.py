@@ -22,6 +22,7 @@ from .envelope import MAX_RELEASE, check_created, check_model_id
 from .keys.jwk import SigningKey
 from .source import FileSource, read_small_file
 from .trust import TrustedSigner, TrustStore
+from .trust_rules import Subject
 
 MANIFEST = "secure_manifest.json"
 MAX_MANIFEST = 64 << 20
@@ -94,7 +95,7 @@ def read(folder: Path, trust: TrustStore) -> tuple[Manifest, TrustedSigner]:
     Raises:
         ManifestError: There is none.
         FormatError: It is malformed.
-        SignatureError, UntrustedSignerError: As :meth:`core.trust.TrustStore.verify`.
+        SignatureError, UntrustedSignerError, RollbackError: As :meth:`core.trust.TrustStore.verify`.
     """
     path = folder / MANIFEST
     try:
@@ -107,9 +108,15 @@ def read(folder: Path, trust: TrustStore) -> tuple[Manifest, TrustedSigner]:
         ) from None
     try:
         manifest, message, signature, kid = _parse(data)
-        return manifest, trust.verify(message, signature, kid, manifest.model_id)
+        subject = Subject(manifest.model_id, manifest.release, digest=lambda: revocable_digest(manifest))
+        return manifest, trust.verify(message, signature, kid, subject)
     except SecureLoaderError as e:
         raise type(e)(e.message, hint=e.hint, path=path) from None
+
+
+def revocable_digest(manifest: Manifest) -> str:
+    """By which a folder is revoked: SHA-256 of what is signed, in hex. That of the file changes with its white space."""
+    return hashlib.sha256(manifest.payload()).hexdigest()
 
 
 def peek(data: bytes) -> Manifest:

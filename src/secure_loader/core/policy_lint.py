@@ -22,7 +22,7 @@ from .policy import is_trivial
 from .policy_engine import MAX_POLICY, RULE, decide, examine
 from .policy_input import declared, hides_environment, time_of
 from .source import read_small_file
-from .trust import parse_time
+from .trust_rules import parse_time
 
 MAX_CASES = 1 << 20
 

@@ -19,14 +19,14 @@ from . import policy
 from .archive import Archive, ReadOptions, TensorFile
 from .hardening import harden_process
 from .header import Header
-from .home import default_key_sources, trust_dir
+from .home import default_key_sources
 from .keys.jwk import MasterKey
 from .keys.provider import KeyRing
 from .pipeline import annotate
 from .pool import set_threads, threads
 from .rollback import check_release
 from .source import FileSource, read_header
-from .trust import TrustStore, VerifiedHeader, verify_header
+from .trust import TrustStore, VerifiedHeader, own_store, revocations, verify_header
 
 _log = logging.getLogger(__name__)
 
@@ -163,14 +163,13 @@ def _key_sources(keys: KeySources | None, config: cfg.LoaderConfig) -> list[str 
 
 
 def _trust_store(trust: TrustSources | None, config: cfg.LoaderConfig) -> TrustStore:
+    """The store that was named, or the user's own. What the user revoked is revoked in any."""
     if isinstance(trust, TrustStore):
-        return trust
-    if trust is None:
-        if config.trust is None:
-            folder = trust_dir()
-            return TrustStore.from_paths([folder]) if folder.is_dir() else TrustStore([], f"the trust store {folder}")
-        return TrustStore.from_paths(config.trust)
-    return TrustStore.from_paths([trust] if isinstance(trust, (str, os.PathLike)) else list(trust))
+        return trust.narrowed(revocations())
+    named = config.trust if trust is None else trust
+    if named is None:
+        return own_store()
+    return TrustStore.from_paths([named] if isinstance(named, (str, os.PathLike)) else named).narrowed(revocations())
 
 
 def safe_open(

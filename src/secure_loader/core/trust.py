@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import fnmatch
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,11 +29,14 @@ from ..errors import (
 from . import strict_json
 from .envelope import SIGNATURE, Envelope, metadata
 from .header import LENGTH, Header, canonical_json, file_prefix
-from .home import refuse_foreign
+from .home import home, refuse_foreign, trust_dir
 from .keys.jwk import VerifyKey, parse_key
 from .source import read_small_file
+from .trust_rules import Rules, Subject, parse_time, read_rules, time_text
 
 MAX_TRUST_FILE = 64 * 1024
+# In a trust folder, beside the signers: rules, and what ``secure-loader trust revoke`` writes.
+RULES, REVOKED = "trust.toml", "revoked.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class TrustedSigner:
 
     def document(self) -> dict[str, Any]:
         """As JSON for a file of the trust store."""
-        until = None if self.not_after is None else self.not_after.strftime("%Y-%m-%dT%H:%M:%SZ").rjust(20, "0")
+        until = None if self.not_after is None else time_text(self.not_after)
         return {"name": self.name, "key": self.key.document(), "models": list(self.models), "not_after": until}
 
 
@@ -63,41 +67,62 @@ class TrustStore:
     Args:
         signers: Trusted signers.
         where: Where they came from, for messages.
+        rules: What narrows that trust.
+
+    Raises:
+        ConfigError: A rule names a signer by a name that two different keys have.
     """
 
-    def __init__(self, signers: Iterable[TrustedSigner], where: str = "the trust store given") -> None:
+    def __init__(
+        self, signers: Iterable[TrustedSigner], where: str = "the trust store given", rules: Rules | None = None
+    ) -> None:
         self.signers = tuple(signers)
         self.where = where
+        self.rules = rules or Rules()
+        for rule in self.rules.rules:
+            for name in rule.signers or ():
+                if len({s.key.public for s in self.signers if s.name == name}) > 1:
+                    raise ConfigError(f"{rule} names {name!r}, as two different keys are called: use a thumbprint")
 
     @classmethod
     def from_paths(cls, paths: Iterable[str | os.PathLike[str]]) -> TrustStore:
-        """Read trust files, and folders of them.
+        """Read trust files, rules (``*.toml``), and folders of them.
 
         Raises:
             ConfigError: A file is malformed, or others could have written it.
             SourceError: A file cannot be read.
         """
         named = [Path(p) for p in paths]
-        signers = []
+        signers, rules = [], Rules()
         for path in named:
-            files = sorted(path.glob("*.json")) if path.is_dir() else [path]
             if path.is_dir():
                 _check_ours(path, "trust folder")
-            signers += [read_trust_file(file) for file in files]
-        return cls(signers, ", ".join(map(str, named)) or "an empty trust store")
+                signers += [read_trust_file(file) for file in sorted(path.glob("*.json"))]
+                for name in (RULES, REVOKED):
+                    rules += read_rules(path / name, missing_ok=True)
+            elif path.suffix == ".toml":
+                rules += read_rules(path)
+            else:
+                signers.append(read_trust_file(path))
+        return cls(signers, ", ".join(map(str, named)) or "an empty trust store", rules)
 
-    def verify(self, message: bytes, signature: bytes, kid: str, model_id: str | None) -> TrustedSigner:
+    def narrowed(self, rules: Rules) -> TrustStore:
+        """The same signers, under further rules. Raises ConfigError as the constructor."""
+        return self if rules == Rules() else TrustStore(self.signers, self.where, self.rules + rules)
+
+    def verify(self, message: bytes, signature: bytes, kid: str, subject: Subject) -> TrustedSigner:
         """The trusted signer that signed ``message``.
 
         Args:
             message: What was signed.
             signature: 64 bytes of Ed25519.
             kid: The signer's key id as the document has it: a hint.
-            model_id: Whose model it is about; None (files without profile) needs a signer for every model.
+            subject: What it is about. Files without profile name no model, and need a signer for every model.
 
         Raises:
             UntrustedSignerError: No signer of that name, not for this model, or expired.
             SignatureError: The signature does not verify.
+            RevokedError, RollbackError, NotEncryptedError, PolicyDeniedError: As :meth:`core.trust_rules.Rules.check`.
         """
         candidates = [s for s in self.signers if s.key.kid == kid]
         if not candidates:
@@ -107,11 +132,15 @@ class TrustStore:
             )
         if len({s.key.public for s in candidates}) > 1:
             raise UntrustedSignerError(f"two different trusted keys go by the kid {kid!r}", hint="remove one of them")
+        key = candidates[0].key
         try:
-            Ed25519PublicKey.from_public_bytes(candidates[0].key.public).verify(signature, message)
+            Ed25519PublicKey.from_public_bytes(key.public).verify(signature, message)
         except InvalidSignature:
             raise SignatureError(f"the signature of {kid!r} does not match: altered after signing") from None
-        return self._authorised(candidates, model_id)
+        # The key itself counts: under whatever kid or name somebody may have put it into the store as well.
+        names = [s.name for s in self.signers if s.key.public == key.public]
+        self.rules.check(names, key.thumbprint(), subject)
+        return self._authorised(candidates, subject.model_id)
 
     def _authorised(self, candidates: list[TrustedSigner], model_id: str | None) -> TrustedSigner:
         name = candidates[0].name
@@ -172,14 +201,33 @@ def verify_header(header: Header, envelope: Envelope, trust: TrustStore) -> Veri
 
     Raises:
         SignatureError: The raw header is not the canonical form of itself (profile 1), or the signature is wrong.
-        UntrustedSignerError: As :meth:`TrustStore.verify`.
+        UntrustedSignerError: As :meth:`TrustStore.verify`, which can also raise others.
     """
     profile = envelope.profile
     if profile is not None:
         _check_canonical(header, envelope)
-    model_id = None if profile is None else profile.model_id
-    signer = trust.verify(signed_bytes(header), envelope.signature, envelope.sign.kid, model_id)
+    signer = trust.verify(signed_bytes(header), envelope.signature, envelope.sign.kid, _subject(header, envelope))
     return VerifiedHeader(header, envelope, signer, profile is None, _DOOR)
+
+
+def header_digest(header: Header) -> str:
+    """SHA-256 of a file's first 8 + N bytes, in hex: ``header_sha256`` of a manifest."""
+    digest = hashlib.sha256(LENGTH.pack(len(header.raw)))
+    digest.update(header.raw)
+    return digest.hexdigest()
+
+
+def _subject(header: Header, envelope: Envelope) -> Subject:
+    profile = envelope.profile
+    return Subject(
+        model_id=None if profile is None else profile.model_id,
+        release=None if profile is None else profile.release,
+        file_id=None if profile is None else profile.file_id.hex(),
+        profile=None if profile is None else 1,
+        digest=lambda: header_digest(header),
+        clear=lambda: sum(t.nbytes > 0 and name not in envelope.records for name, t in header.tensors.items()),
+        policy=lambda: hashlib.sha256(envelope.policy.local.encode("utf-8", "surrogatepass")).hexdigest(),
+    )
 
 
 def _check_canonical(header: Header, envelope: Envelope) -> None:
@@ -207,6 +255,26 @@ def read_trust_file(path: Path) -> TrustedSigner:
         return parse_trusted(doc, path.stem)
     except (FormatError, KeyAccessError) as e:
         raise ConfigError(f"trust file: {e.message}", path=path) from None
+
+
+def own_store() -> TrustStore:
+    """The user's own signers, rules and revocations: ``trust/`` and ``trust.toml`` in the home folder.
+
+    Raises:
+        ConfigError, SourceError: As :meth:`TrustStore.from_paths`.
+    """
+    folder, rules = trust_dir(), read_rules(home() / RULES, missing_ok=True)
+    store = TrustStore.from_paths([folder]) if folder.is_dir() else TrustStore([], f"the trust store {folder}")
+    return store.narrowed(rules)
+
+
+def revocations() -> Rules:
+    """What the user revoked, whichever signers a load names. Raises as :func:`own_store`."""
+    folder = trust_dir()
+    if not os.path.lexists(folder):
+        return Rules()
+    _check_ours(folder, "trust folder")
+    return read_rules(folder / REVOKED, missing_ok=True)
 
 
 def _check_ours(path: Path, what: str) -> None:
@@ -240,18 +308,3 @@ def parse_trusted(doc: Any, name: str) -> TrustedSigner:
     if not isinstance(models, list) or not models or not all(isinstance(m, str) and m for m in models):
         raise FormatError("models must be a list of patterns")
     return TrustedSigner(str(doc.get("name", name)), key, tuple(models), parse_time(doc.get("not_after")))
-
-
-def parse_time(text: object) -> dt.datetime | None:
-    """A UTC time from RFC 3339 text or a date; None stays None.
-
-    Raises:
-        FormatError: Neither.
-    """
-    if text is None:
-        return None
-    try:
-        when = dt.datetime.fromisoformat(str(text))
-        return when.replace(tzinfo=dt.UTC) if when.tzinfo is None else when.astimezone(dt.UTC)
-    except (ValueError, OverflowError):
-        raise FormatError(f"{text!r} is not a date or an RFC 3339 time") from None

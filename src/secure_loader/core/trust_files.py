@@ -1,20 +1,29 @@
-"""Changing the local trust store: one JSON file for each signer, named after it."""
+"""Changing the local trust store: one JSON file for each signer, named after it, and the list of what was revoked."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError, SecureLoaderError, WriteError
-from .atomic import write_bytes
+from ..errors import ConfigError, FormatError, SecureLoaderError, WriteError
+from .atomic import write_bytes, write_error
 from .home import home, private_folder, trust_dir
-from .trust import TrustedSigner, read_trust_file
+from .trust import REVOKED, RULES, TrustedSigner, read_trust_file, revocations
+from .trust_rules import Revocation, Rules, parse_rules, read_rules
 
 # A file name everywhere, part of a kid, and never an option, a hidden file or a path.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_THUMBPRINT = re.compile(r"[A-Za-z0-9_-]{43}")
+_LIST_HEAD = """\
+# What is not taken any more, whoever names it; docs/trust.md says what can stand here.
+# Written by: secure-loader trust revoke. To take something again, delete its entry.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,21 @@ class TrustFile:
 
     path: Path
     signer: TrustedSigner | None
+    problem: SecureLoaderError | None
+
+
+@dataclass(frozen=True, slots=True)
+class RulesFile:
+    """One file of rules or revocations.
+
+    Attributes:
+        path: The file.
+        rules: What it says, or None when it cannot be used.
+        problem: Why it cannot be used, or None.
+    """
+
+    path: Path
+    rules: Rules | None
     problem: SecureLoaderError | None
 
 
@@ -59,6 +83,16 @@ def list_trusted() -> Iterator[TrustFile]:
             yield TrustFile(path, None, e)
 
 
+def list_rules() -> Iterator[RulesFile]:
+    """Every file of rules and revocations that the user's own trust store has, usable or not."""
+    for path in (home() / RULES, trust_dir() / RULES, trust_dir() / REVOKED):
+        if os.path.lexists(path):
+            try:
+                yield RulesFile(path, read_rules(path), None)
+            except SecureLoaderError as e:
+                yield RulesFile(path, None, e)
+
+
 def add(signer: TrustedSigner, *, force: bool = False) -> Path:
     """Trust a signer from now on.
 
@@ -67,10 +101,16 @@ def add(signer: TrustedSigner, *, force: bool = False) -> Path:
         force: Replace another signer of that name.
 
     Raises:
-        ConfigError: A bad name, or another key goes by the same kid, which would make both useless.
+        ConfigError: A bad name, another key goes by the same kid, which would make both useless, or the key was revoked.
         WriteError: There is a signer of that name, or the file cannot be written.
     """
     path = trust_file(signer.name)
+    gone = revocations().revocation_of(signer.key.thumbprint())
+    if gone is not None:
+        raise ConfigError(
+            f"the key of {signer.name!r} was revoked here on {gone.since:%Y-%m-%d}: {gone.reason}",
+            hint=f"ask the publisher for the new key; if this one is good again, take its entry out of {gone.where}",
+        )
     for other in list_trusted():
         if other.signer is None or other.path == path or other.signer.key.kid != signer.key.kid:
             continue
@@ -103,6 +143,82 @@ def remove(name: str) -> Path:
             f"no signer named {name!r} is trusted", hint="see who is with: secure-loader trust list"
         ) from None
     return path
+
+
+def thumbprint_of(who: str) -> tuple[str, str | None]:
+    """The thumbprint of a signer, and its name here.
+
+    Args:
+        who: The name of a signer in the trust store, or a thumbprint, whether it is in the store or not.
+
+    Raises:
+        ConfigError: Neither.
+    """
+    if _NAME.fullmatch(who) and trust_file(who).exists():
+        return read_trust_file(trust_file(who)).key.thumbprint(), who
+    if not _THUMBPRINT.fullmatch(who):
+        raise ConfigError(
+            f"no signer named {who!r} is trusted, and it is no thumbprint",
+            hint="see who is with: secure-loader trust list",
+        )
+    known = [f.path.stem for f in list_trusted() if f.signer is not None and f.signer.key.thumbprint() == who]
+    return who, known[0] if known else None
+
+
+def revoke(entry: Revocation) -> Path:
+    """Take something no more, from now on.
+
+    Args:
+        entry: What, since when, and why.
+
+    Returns:
+        The revocation list.
+
+    Raises:
+        ConfigError: It is revoked already, a text that no entry can hold, or a list that cannot be read.
+        WriteError: The list cannot be written.
+    """
+    path = trust_dir() / REVOKED
+    lines = [
+        f"{key} = {value if key in ('since', 'release') else json.dumps(value, ensure_ascii=False)}"
+        for key, value in entry.document().items()
+    ]
+    with _locked_folder():
+        known = revocations()
+        for old in known.revoked:
+            if (old.signer, old.model, old.release, old.file_id, old.sha256) == (
+                entry.signer, entry.model, entry.release, entry.file_id, entry.sha256,
+            ):  # fmt: skip
+                raise ConfigError(f"that was revoked already, on {old.since:%Y-%m-%d}: {old.reason}", path=path)
+        before = path.read_text("utf-8").rstrip("\n") + "\n" if path.exists() else _LIST_HEAD
+        try:
+            data = "\n".join([before, "[[revoked]]", *lines, ""]).encode("utf-8")
+            parse_rules(data, str(path))
+        except (FormatError, UnicodeError) as e:
+            raise ConfigError(e.message if isinstance(e, FormatError) else "a text that is not UTF-8") from None
+        write_bytes(path, data, mode=0o644, overwrite=True)
+    return path
+
+
+@contextlib.contextmanager
+def _locked_folder() -> Iterator[None]:
+    """The trust folder, ours alone for as long as the block runs. Raises WriteError."""
+    folder = trust_dir()
+    try:
+        private_folder(home())
+        private_folder(folder)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as e:
+        raise write_error(e, folder) from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            # Closing is not enough: a process that was forked meanwhile holds the same lock through its copy.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
 
 
 def document_bytes(signer: TrustedSigner) -> bytes:

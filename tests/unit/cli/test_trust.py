@@ -149,7 +149,13 @@ def test_refuses_another_key_of_the_same_kid(cli, file):
 def test_lists(cli, file):
     empty = cli("trust", "list")
     assert "No signer is trusted" in empty.out
-    assert cli("trust", "list", "--json").json == {"signers": [], "unusable": []}
+    assert cli("trust", "list", "--json").json == {
+        "signers": [],
+        "revoked": [],
+        "rules": [],
+        "only_listed": False,
+        "unusable": [],
+    }
     cli("trust", "add", file(PUBLIC), "--name", "alice", "--until", "2099-01-01", "--model", "a/*")
     out = cli("trust", "list").out
     for part in ("alice", "pub-1", KEY.verify_key().thumbprint(), "a/*", "2099-01-01"):
@@ -192,3 +198,80 @@ def test_exports_what_add_takes(cli, file, tmp_path):
     cli("trust", "add", file(exported, "exported.json"))
     assert cli("trust", "export", "alice").out == exported
     assert "no signer" in cli("trust", "export", "bob", code=2).err
+
+
+def test_revokes_a_signer_by_name_and_by_thumbprint(cli, home, file):
+    cli("trust", "add", file(PUBLIC), "--name", "alice")
+    thumbprint = KEY.verify_key().thumbprint()
+    result = cli("trust", "revoke", "alice", "--reason", "key stolen")
+    for part in (thumbprint, "alice", "key stolen", str(home / "trust" / "revoked.toml")):
+        assert part in result.out
+    assert "on this machine only" in result.err
+    assert "revoked already" in cli("trust", "revoke", thumbprint, "--reason", "again", code=2).err
+    listed = cli("trust", "list")
+    assert listed.out.count("revoked") == 2
+    assert "key stolen" in listed.out
+    document = cli("trust", "list", "--json").json
+    assert document["signers"][0]["revoked"] == document["revoked"][0]["since"]
+    assert (document["revoked"][0]["signer"], document["revoked"][0]["name"]) == (thumbprint, "alice")
+
+
+def test_a_revoked_key_is_not_added_again(cli, file):
+    cli("trust", "revoke", KEY.verify_key().thumbprint(), "--reason", "key stolen", "--since", "2026-01-02")
+    result = cli("trust", "add", file(PUBLIC), "--name", "alice", code=2)
+    assert "was revoked here on 2026-01-02: key stolen" in result.err
+
+
+def test_revokes_releases_and_files(cli, encrypted):
+    shard = next(encrypted.glob("*.safetensors"))
+    entries = [
+        cli("trust", "revoke", "--model", "alice/tiny", "--release", 1, "--reason", "x", "--json").json,
+        cli("trust", "revoke", "--file", shard, "--reason", "x", "--json").json,
+        cli("trust", "revoke", "--file", encrypted / "secure_manifest.json", "--reason", "x", "--json").json,
+        cli("trust", "revoke", "--digest", "ab" * 32, "--reason", "x", "--json").json,
+        cli("trust", "revoke", "--digest", "ab" * 16, "--reason", "x", "--json").json,
+    ]
+    assert [sorted(e) for e in entries] == [
+        ["file", "model", "reason", "release", "since"],
+        ["file", "file_id", "reason", "since"],
+        ["file", "reason", "sha256", "since"],
+        ["file", "reason", "sha256", "since"],
+        ["file", "file_id", "reason", "since"],
+    ]
+    for path in (encrypted, shard):
+        assert "was revoked on" in cli("verify", path, code=3).err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "one of NAME or THUMBPRINT"),
+        (("alice", "--model", "x"), "one of NAME or THUMBPRINT"),
+        (("--digest", "xx"), "cannot be"),
+        (("--file", "."), "is a folder"),
+        (("nobody",), "no signer named 'nobody' is trusted"),
+        (("../keys/alice",), "no signer named"),
+        (("--model", "x", "--since", "tomorrow"), "--since"),
+        (("--model", "x", "--release", "-1"), "release must be"),
+        (("--digest", "ab" * 32, "--release", "1"), "--release goes with --model"),
+    ],
+)
+def test_revoke_says_what_it_cannot_do(cli, home, words, message):
+    assert message in cli("trust", "revoke", *words, "--reason", "x", code=2).err
+    assert not (home / "trust" / "revoked.toml").exists()
+    assert "--reason" in cli("trust", "revoke", "--model", "x", code=2).err
+
+
+def test_lists_rules_and_what_is_wrong_with_them(cli, home, file):
+    cli("trust", "add", file(PUBLIC), "--name", "alice")
+    (home / "trust.toml").write_text(
+        "only_listed = true\n[[model]]\npattern = 'a/*'\nsigners = ['alice']\nmin_release = 3\nencrypted = true\n"
+    )
+    out = cli("trust", "list").out
+    for part in ("a/*", "signers alice; min_release 3; encrypted true", "Models that no rule is about are refused."):
+        assert part in out
+    (home / "trust" / "trust.toml").write_text("[[modell]]\n")
+    result = cli("trust", "list", "--json", code=2)
+    assert result.json["unusable"] == [str(home / "trust" / "trust.toml")]
+    assert "modell" in result.error["message"]
+    assert any("modell" in problem for problem in cli("env", "--json").json["problems"])

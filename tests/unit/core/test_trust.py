@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from secure_loader import TrustedSigner, TrustStore
-from secure_loader.core.trust import VerifiedHeader, parse_time, read_trust_file
+from secure_loader.core.trust import VerifiedHeader, read_trust_file
+from secure_loader.core.trust_rules import Subject, parse_time
 from secure_loader.errors import ConfigError, FormatError, MissingFileError, SignatureError, UntrustedSignerError
 from tests.attacks.kit import KEY, SIGN, signing
 
@@ -21,7 +22,7 @@ def store(*models: str, not_after: dt.datetime | None = None) -> TrustStore:
 
 
 def verify(trust: TrustStore, model_id: str | None = "a/b", kid: str = SIGN.kid) -> TrustedSigner:
-    return trust.verify(b"message", SIGN.sign(b"message"), kid, model_id)
+    return trust.verify(b"message", SIGN.sign(b"message"), kid, Subject(model_id))
 
 
 def write(path: Path, doc: object, mode: int = 0o644) -> Path:
@@ -79,11 +80,11 @@ def test_two_keys_of_one_name_are_ambiguous():
 
 def test_a_wrong_signature_and_a_key_that_is_no_point():
     with pytest.raises(SignatureError, match="the signature of 'sign-1' does not match"):
-        store().verify(b"other message", SIGN.sign(b"message"), SIGN.kid, "a/b")
+        store().verify(b"other message", SIGN.sign(b"message"), SIGN.kid, Subject("a/b"))
     for public in (bytes(32), b"\1" + bytes(31), b"\xff" * 32):
         odd = TrustStore([TrustedSigner("odd", type(PUBLIC)("odd", public))])
         with pytest.raises(SignatureError):
-            odd.verify(b"message", bytes(64), "odd", "a/b")
+            odd.verify(b"message", bytes(64), "odd", Subject("a/b"))
 
 
 def test_a_verified_header_is_not_made_by_hand():
