@@ -10,9 +10,10 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyrage
 import pytest
@@ -22,8 +23,10 @@ from secure_loader.core.aead import ALGORITHMS
 from secure_loader.core.keys.scrypt_file import MIN_WORK, seal
 from secure_loader.core.secrets import Secret
 from tests.attacks.kit import SIGN, Victim, build_file
+from tests.integration.keys.services import Authority, Call, answer, serving
 
 PHRASE = b"correct horse battery staple"
+NETWORK = ("https", "vault-fields", "vault-text", "vault-document", "vault-approle")
 CHILD = """
 import gc, sys
 import numpy
@@ -49,7 +52,7 @@ sys.stdin.read(1)
 
 @dataclass(frozen=True)
 class Scene:
-    """A model under a key that is nowhere but in its sources."""
+    """A model under a key that is nowhere but in its sources. ``token`` and ``pass_word`` are what Vault wants to see."""
 
     model: Path
     trust: Path
@@ -58,10 +61,29 @@ class Scene:
     references: dict[str, str]
     environment: dict[str, str]
     text: bytes
+    token: bytes
+    pass_word: bytes
+
+
+def speaking(key: MasterKey, token: bytes) -> Callable[[Call], None]:
+    """A service that has the key in every form in which it is handed out."""
+    document, text = key.document(), json.dumps(key.document(), indent=1)
+    secrets_of = {"fields": document, "text": {"jwk": text}, "document": {"jwk": {"keys": [document]}}}
+
+    def script(call: Call) -> None:
+        what = call.head.split()[1].rpartition("/")[2]
+        found: dict[str, Any] = {"auth": {"client_token": token.decode(), "policies": ["models"]}}
+        if what == "keys.json":
+            found = {"keys": [document]}
+        elif what in secrets_of:
+            found = {"data": {"data": secrets_of[what], "metadata": {"version": 1}}}
+        answer(json.dumps(found).encode())(call)
+
+    return script
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory) -> Scene:
+def scene(tmp_path_factory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("memory")
     raw = secrets.token_bytes(32)
     key = MasterKey("enc-1", ALGORITHMS["aes256gcm"], Secret(raw))
@@ -87,12 +109,32 @@ def scene(tmp_path_factory) -> Scene:
         "passphrase": f"passphrase:{private('key.jwk.age', seal(bytearray(text), Secret(PHRASE), work=MIN_WORK))}",
         "age": f"age:{private('other.jwk.age', pyrage.encrypt(text, [identity.to_public()]))}",
     }
+    authority = Authority(folder)
+    home = folder / "home"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        f'[loader]\nkey_private_hosts = ["localhost"]\nkey_ca_file = "{authority.file}"\n'
+    )
+    token, pass_word = (secrets.token_urlsafe(40).encode() for _ in range(2))
     environment = {
-        "SECURE_LOADER_HOME": str(folder / "home"),
+        "SECURE_LOADER_HOME": str(home),
+        "HOME": str(folder),
+        "VAULT_CACERT": str(authority.file),
+        "VAULT_TOKEN_FILE": str(private("token", token)),
+        "VAULT_SECRET_ID_FILE": str(private("secret-id", pass_word)),
         "SECURE_LOADER_PASSPHRASE_FILE": str(private("phrase", PHRASE)),
         "SECURE_LOADER_AGE_IDENTITY": str(private("identity", str(identity).encode())),
     }
-    return Scene(model, trust, raw, deks, references, environment, text)
+    with serving(authority.issue("localhost"), speaking(key, token)) as server:
+        vault = f"vault:https://localhost:{server.port}/secret/data"
+        references |= {
+            "https": f"https://localhost:{server.port}/keys.json",
+            "vault-fields": f"{vault}/fields",
+            "vault-text": f"{vault}/text",
+            "vault-document": f"{vault}/document",
+            "vault-approle": f"{vault}/text",
+        }
+        yield Scene(model, trust, raw, deks, references, environment, text, token, pass_word)
 
 
 @contextlib.contextmanager
@@ -105,6 +147,7 @@ def process(scene: Scene, source: str, *steps: str) -> Iterator[subprocess.Popen
         | scene.environment
         | {"LD_BIND_NOW": "1"}
         | ({"THE_KEY": scene.text.decode()} if source == "env" else {})
+        | ({"VAULT_ROLE_ID": "loader", "VAULT_TOKEN_FILE": ""} if source == "vault-approle" else {})
     )
     ours, theirs = os.pipe()
     waiting = ours
@@ -160,10 +203,11 @@ def everything(scene: Scene) -> dict[str, bytes]:
     return wanted
 
 
-@pytest.mark.parametrize("source", ["file", "env", "fd", "passphrase", "age"])
+@pytest.mark.parametrize("source", ["file", "env", "fd", "passphrase", "age", *NETWORK])
 def test_a67_no_key_in_memory_after_closing(scene, source):
+    wanted = everything(scene) | {"token": scene.token, "secret id": scene.pass_word}
     with process(scene, source, "forget") as child:
-        assert seen(child, everything(scene)) == set()
+        assert seen(child, wanted) == set()
 
 
 def test_a67_the_search_finds_what_is_there(scene):
@@ -176,7 +220,7 @@ def test_a67_the_search_finds_what_is_there(scene):
         assert "master key, raw" in seen(child, everything(scene))
 
 
-@pytest.mark.parametrize("source", ["file", "passphrase"])
+@pytest.mark.parametrize("source", ["file", "passphrase", "https", "vault-text"])
 def test_a67_no_key_as_text_even_while_a_model_is_open(scene, source):
     with process(scene, source, "open") as child:
         assert not [name for name in seen(child, everything(scene)) if "hex" in name or "base64" in name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -133,6 +134,20 @@ def test_tokens_and_where_they_come_from(openbao, vault_user, tmp_path, monkeypa
     left.touch(0o600)
     left.write_text(good)
     assert is_key(resolve(openbao.reference())), "what `bao login` left"
+
+
+def test_nobody_is_at_home(openbao, vault_user, monkeypatch):
+    """A container may run under a number that no user has, without HOME: what was named is found all the same."""
+
+    def getpwuid(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    monkeypatch.delenv("HOME")
+    assert is_key(resolve(openbao.reference()))
+    monkeypatch.delenv("VAULT_TOKEN_FILE")
+    with refused(KeyAccessError, "there is no token to ask with"):
+        resolve(openbao.reference())
 
 
 def test_a_token_file_is_kept_as_a_key_is(openbao, vault_user, tmp_path, monkeypatch):

@@ -65,6 +65,31 @@ def work():
     except KeyAccessError:
         pass
 """
+RING = """
+from secure_loader.core.keys import provider
+from secure_loader.errors import ConfigError
+make = provider.provider
+provider.provider = lambda scheme: stay() or make(scheme)
+ring = provider.KeyRing(["file:/nowhere"])
+def work():
+    ring._provider("file")
+"""
+FETCH = """
+from secure_loader.core.keys.fetch import FetchingProvider
+from secure_loader.core.keys.provider import KeyRequest
+from tests.attacks.kit import KEY
+class Table(dict):
+    def setdefault(self, *args):
+        stay()
+        return super().setdefault(*args)
+class Service(FetchingProvider):
+    def fetch(self, reference, request):
+        return KEY
+service = Service()
+service._found = Table()
+def work():
+    assert service.resolve("//host/", KeyRequest(KEY.kid, KEY.algorithm)) is not None
+"""
 HELD = """
 from secure_loader.core.keys.held import held
 def work():
@@ -73,7 +98,9 @@ def work():
 """
 
 
-@pytest.mark.parametrize("setup", [LOCK, FILE, PASSPHRASE, HELD], ids="lock file passphrase held".split())
+@pytest.mark.parametrize(
+    "setup", [LOCK, FILE, PASSPHRASE, RING, FETCH, HELD], ids="lock file passphrase ring fetch held".split()
+)
 def test_a_lock_that_a_thread_of_the_parent_holds(tmp_path, setup):
     path = build_file(tmp_path / "x.safetensors")
     words = [sys.executable, "-W", "ignore", "-c", FORKING.format(setup=textwrap.dedent(setup)), str(path)]

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+
+import pytest
+
+from secure_loader.core.keys.fetch import FetchingProvider
+from secure_loader.core.keys.jwk import MasterKey
+from secure_loader.core.keys.provider import KeyRequest
+from secure_loader.errors import KeySourceUnreachableError
+from tests.attacks.kit import KEY
+
+REQUEST = KeyRequest(KEY.kid, KEY.algorithm)
 
 FORKING = """
 import os, signal, threading
@@ -33,6 +45,64 @@ enough.set()
 thread.join()
 print(status)
 """
+
+
+class Interrupted(FetchingProvider):
+    """The first who asks presses ^C while others wait for the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+        self.waiting = threading.Event()
+
+    def fetch(self, reference: str, request: KeyRequest) -> MasterKey | None:
+        self.asked += 1
+        if self.asked == 1:
+            assert self.waiting.wait(20)
+            # The others have reached the answer that will not come, or will see that there is none.
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+        return KEY
+
+
+def test_an_interruption_is_for_one_thread_and_the_others_ask_for_themselves() -> None:
+    service, found, interrupted = Interrupted(), [], []
+
+    def ask() -> None:
+        try:
+            found.append(service.resolve("//host/", REQUEST))
+        except KeyboardInterrupt as e:
+            interrupted.append(type(e))
+
+    first = threading.Thread(target=ask)
+    first.start()
+    others = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in others:
+        thread.start()
+    service.waiting.set()
+    for thread in (first, *others):
+        thread.join(20)
+    assert interrupted == [KeyboardInterrupt]
+    assert len(found) == 4
+    assert None not in found
+    assert service.asked == 2, "the others share one answer"
+    assert service.resolve("//host/", REQUEST) is not None
+    assert service.asked == 2
+
+
+def test_an_error_is_shared_and_not_remembered() -> None:
+    class Down(FetchingProvider):
+        asked = 0
+
+        def fetch(self, reference: str, request: KeyRequest) -> MasterKey | None:
+            self.asked += 1
+            raise KeySourceUnreachableError("down")
+
+    service = Down()
+    for _ in range(2):
+        with pytest.raises(KeySourceUnreachableError, match="down"):
+            service.resolve("//host/", REQUEST)
+    assert service.asked == 2
 
 
 def test_a_forked_process_does_not_wait_for_an_answer_of_its_parent() -> None:

@@ -12,7 +12,7 @@ import pytest
 from secure_loader.core.aead import ALGORITHMS
 from secure_loader.core.keys import local
 from secure_loader.core.keys.local import find_master_key, find_signing_key, path_of, read_keys
-from secure_loader.core.keys.provider import KeyRequest, KeyRing, key_check_value, provider, split_reference
+from secure_loader.core.keys.provider import KeyRequest, KeyRing, key_check_value, provider, shown, split_reference
 from secure_loader.errors import ConfigError, KeyAccessError
 from tests.attacks.kit import KEY, SIGN, assert_no_secret, master, signing
 
@@ -169,6 +169,15 @@ def test_a_kid_of_another_kind(tmp_path):
 def test_no_key_of_that_name_says_where_it_looked(tmp_path):
     with pytest.raises(KeyAccessError, match=f"no master key with kid 'x' .searched: {tmp_path}, key 'enc-1'"):
         KeyRing([str(tmp_path), KEY]).resolve(request("x"))
+    for reference, said in (
+        ("https://keys.example:8443/very/secret/path", "https://keys.example:8443"),
+        ("vault:https://vault.example/secret/data/a?version=2", "vault:https://vault.example"),
+        ("kbs:///repo/type/tag", "kbs://"),
+        ("broker:token=hunter2;a/b", "broker:…"),
+        ("https://user:hunter2@keys.example/", "https://keys.example"),
+        ("passphrase:/some/where", "passphrase:/some/where"),
+    ):
+        assert shown(reference) == said
     with pytest.raises(KeyAccessError, match="searched: nowhere"):
         KeyRing([]).resolve(request("x"))
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from secure_loader.core.keys.jwk import MasterKey, SigningKey, parse_keys
-from secure_loader.core.keys.lift import Digits, lift
+from secure_loader.core.keys.lift import QUOTED, Digits, lift, restore
 from secure_loader.errors import KeyAccessError
 from tests.attacks.kit import KEY, SIGN, master
 
@@ -44,6 +44,19 @@ def test_the_parser_says_the_same_of_both():
         == verdict(text)
         == [(k.kid, bytes(k.secret.reveal())) for k in (KEY, SIGN, master("c", 3, "aes128gcm"))]
     )
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_text_in_a_string_of_another(indent):
+    """As the KV engine of Vault has it. What was lifted comes back where the inner text is read."""
+    text = bytearray(json.dumps({"jwk": json.dumps(DOC, indent=indent)}).encode())
+    lifted = lift(text, QUOTED)
+    assert len(lifted) == 3
+    for key in DOC["keys"]:
+        assert (key.get("d") or key["k"]).encode() not in text
+    keys = parse_keys(json.loads(text)["jwk"], "x", lifted)
+    assert [bytes(k.secret.reveal()) for k in keys] == [d for _, d in verdict(json.dumps(DOC).encode())]
+    assert restore("no object", lifted) == "no object"
 
 
 K = KEY.document()["k"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import functools
 import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TypeVar
 
 from ...config import LoaderConfig
 from ...errors import FormatError, KeyAccessError, KeySourceResponseError
+from ..forks import ForkLock
+from ..pool import CLEANING_TRIES, insist
 from ..recipient import Recipient
 from .jwk import Jwk, MasterKey
 from .net import DEADLINE, Response, Rules, Url
@@ -18,6 +21,7 @@ from .provider import KeyRequest, LocalUnwrapper, Unwrapper
 from .tls import Tls
 
 _T = TypeVar("_T")
+_Question = tuple[str, str, tuple[Recipient, ...], int]
 _Answer = Future[MasterKey | None]
 
 
@@ -35,8 +39,8 @@ class FetchingProvider(abc.ABC):
     def __init__(self) -> None:
         self.rules = Rules()
         self.seconds = DEADLINE
-        self._lock = threading.Lock()
-        self._found: dict[tuple[str, str, tuple[Recipient, ...], int], _Answer] = {}
+        self._lock = ForkLock()
+        self._found: dict[_Question, _Answer] = {}
 
     def configure(self, config: LoaderConfig) -> None:
         """See :class:`core.keys.provider.Configurable`."""
@@ -69,27 +73,37 @@ class FetchingProvider(abc.ABC):
 
     def _once(self, reference: str, request: KeyRequest) -> MasterKey | None:
         # A process that was forked meanwhile asks for itself: nobody there will ever complete what its parent began.
-        at, mine = (reference, request.kid, request.recipients, os.getpid()), _Answer()
-        with self._lock:
-            answer = self._found.setdefault(at, mine)
-        if answer is not mine:
+        at = (reference, request.kid, request.recipients, os.getpid())
+        while True:
+            mine = answer = _Answer()
+            try:
+                with self._lock.here:
+                    answer = self._found.setdefault(at, mine)
+                if answer is mine:
+                    key = self.fetch(reference, request)
+                    mine.set_result(key)
+                    return key
+            except BaseException as e:
+                insist(functools.partial(self._give_up, at, mine, e), CLEANING_TRIES)
+                # Or the error would hold this frame, which holds the future, which holds the error.
+                del answer, mine
+                raise
             # Threads that open other files of the set share the answer, and the error: a slow service costs one deadline.
-            return answer.result()
-        try:
-            key = self.fetch(reference, request)
-        except BaseException as e:
-            with self._lock:
+            with contextlib.suppress(CancelledError):
+                return answer.result()
+
+    def _give_up(self, at: _Question, mine: _Answer, error: BaseException) -> None:
+        """Let nobody wait any more. An interruption is for one thread; the others ask for themselves."""
+        with self._lock.here:
+            if self._found.get(at) is mine:
                 del self._found[at]
-            mine.set_exception(e)
-            # Or the error would hold this frame, which holds the future, which holds the error.
-            del answer, mine
-            raise
-        mine.set_result(key)
-        return key
+        if isinstance(error, Exception) and not mine.done():
+            mine.set_exception(error)
+        mine.cancel()
 
 
-def reading(response: Response, url: Url, read: Callable[[bytes], _T]) -> _T:
-    """What ``read`` makes of the body, which is wiped.
+def reading(response: Response, url: Url, read: Callable[[bytearray], _T]) -> _T:
+    """What ``read`` makes of the body, which it may change, and which is wiped. It should copy no secret elsewhere.
 
     What it raises is raised again where no frame holds the body: crash reporters show local variables.
 
@@ -97,7 +111,7 @@ def reading(response: Response, url: Url, read: Callable[[bytes], _T]) -> _T:
         KeySourceResponseError: ``read`` raised FormatError or KeyAccessError.
     """
     try:
-        return read(bytes(response.body))
+        return read(response.body)
     except (FormatError, KeyAccessError) as e:
         message, hint = e.message, e.hint
     finally:

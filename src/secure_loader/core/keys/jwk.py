@@ -21,7 +21,7 @@ from .. import strict_json
 from ..aead import ALGORITHMS, Algorithm
 from ..secrets import Secret
 from .hybrid import JWK_ALG, PUBLIC_BYTES, SEED_BYTES, Identity, PublicIdentity
-from .lift import Digits, lift
+from .lift import Digits, lift, restore
 
 # RFC 7518 names of the content encryption, the key wrapping of the same name, and CryptoTensors' names.
 _OCT_ALGS = {
@@ -135,18 +135,19 @@ class SigningKey:
 Jwk = MasterKey | SigningKey | VerifyKey | Identity | PublicIdentity
 
 
-def parse_keys(text: bytes | bytearray | str, what: str) -> list[Jwk]:
+def parse_keys(text: bytes | bytearray | str, what: str, lifted: Mapping[str, Digits] | None = None) -> list[Jwk]:
     """All keys of a JWK or JWK set.
 
     Args:
         text: The JSON. Of a bytearray no part of a private member is copied where it could not be overwritten; it is
             changed, and to be wiped by the caller.
         what: Where it came from, for messages; no key material.
+        lifted: What was lifted out of the text before.
 
     Raises:
         KeyAccessError: Malformed, of a kind or algorithm that is not ours, or one kid twice.
     """
-    lifted = lift(text) if isinstance(text, bytearray) else {}
+    lifted = {**(lifted or {}), **(lift(text) if isinstance(text, bytearray) else {})}
     try:
         doc = strict_json.loads(bytes(text) if isinstance(text, bytearray) else text, what="JWK", scan=True)
     except FormatError as e:
@@ -154,18 +155,12 @@ def parse_keys(text: bytes | bytearray | str, what: str) -> list[Jwk]:
     entries = doc.get("keys") if isinstance(doc, dict) and "keys" in doc else [doc]
     if not isinstance(entries, list) or not entries:
         raise KeyAccessError(f"{what}: holds no keys")
-    keys = [parse_key(_restored(entry, lifted), what) for entry in entries]
+    keys = [parse_key(restore(entry, lifted), what) for entry in entries]
     kids = [key.kid for key in keys]
     twice = sorted({kid for kid in kids if kids.count(kid) > 1})
     if twice:
         raise KeyAccessError(f"{what}: two keys share the kid {twice[0]!r}")
     return keys
-
-
-def _restored(doc: Any, lifted: Mapping[str, Digits]) -> Any:
-    if not isinstance(doc, Mapping) or not lifted:
-        return doc
-    return {name: lifted.get(value, value) if isinstance(value, str) else value for name, value in doc.items()}
 
 
 def parse_key(doc: Any, what: str) -> Jwk:

@@ -1,14 +1,20 @@
-"""Private members of a JWK, out of its text before a JSON parser makes strings of them that nobody can overwrite."""
+"""Secrets in a JSON text, out of it before a JSON parser makes strings of them that nobody can overwrite."""
 
 from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 from ..secrets import Secret
 
 # As every writer has them. Anything else, such as an escaped slash, goes the way of ordinary text.
-_MEMBER = re.compile(rb'"(?:[kd]|priv)"[ \t\r\n]*:[ \t\r\n]*"([A-Za-z0-9+/_=-]{16,128})"')
+PRIVATE = re.compile(rb'"(?:[kd]|priv)"[ \t\r\n]*:[ \t\r\n]*"(?P<value>[A-Za-z0-9+/_=-]{16,128})"')
+"""Private members of JWKs."""
+QUOTED = re.compile(rb'(\\?)"(?:[kd]|priv)\1"[ \t\r\n]*:[ \t\r\n]*\1"(?P<value>[A-Za-z0-9+/_=-]{16,128})\1"')
+"""The same, also in JWKs that are strings of another text."""
+
 _DIGITS = bytearray(b"\xff" * 256)
 for _i, _c in enumerate(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"):
     _DIGITS[_c] = _i
@@ -53,18 +59,26 @@ class Digits(Secret):
         return out
 
 
-def lift(text: bytearray) -> dict[str, Digits]:
-    """Replace private members of a JSON text by stand-ins of the same length.
+def lift(text: bytearray, what: re.Pattern[bytes] = PRIVATE) -> dict[str, Digits]:
+    """Replace secrets in a JSON text by stand-ins of the same length.
 
     Args:
         text: UTF-8; changed in place.
+        what: Finds them, as group ``value``: 16 bytes or more, none of which JSON escapes.
 
     Returns:
         What stood there, by stand-in.
     """
     token, lifted = secrets.token_hex(6), {}
-    for i, (start, stop) in enumerate([found.span(1) for found in _MEMBER.finditer(text)]):
+    for i, (start, stop) in enumerate([found.span("value") for found in what.finditer(text)]):
         name = f"@{token}{i:x}".ljust(stop - start, "@")
         lifted[name] = Digits(text[start:stop])
         text[start:stop] = name.encode()
     return lifted
+
+
+def restore(doc: Any, lifted: Mapping[str, Digits]) -> Any:
+    """The members of a JWK, with what was lifted in place of the stand-ins; anything else as it is."""
+    if not isinstance(doc, Mapping) or not lifted:
+        return doc
+    return {name: lifted.get(value, value) if isinstance(value, str) else value for name, value in doc.items()}

@@ -16,11 +16,9 @@ from ..source import FileSource
 from .held import held
 from .hybrid import ALG, Identity
 from .jwk import Jwk, MasterKey, SigningKey, parse_keys
-from .provider import KeyRequest, LocalUnwrapper, Unwrapper, provider, split_reference
+from .provider import LOCAL, KeyRequest, LocalUnwrapper, Unwrapper, provider, split_reference
 
 MAX_KEY_FILE = 64 * 1024
-# Schemes of local sources.
-LOCAL = ("file", "env", "fd", "passphrase", "age")
 _SUFFIXES = (".json", ".jwk", ".jwks")
 
 _K = TypeVar("_K", MasterKey, SigningKey)
@@ -123,7 +121,7 @@ def path_of(reference: str) -> Path:
     if text.startswith("//"):
         host, slash, rest = text[2:].partition("/")
         if host or not slash:
-            raise KeyAccessError(f"key reference file:{reference}: a host is not allowed")
+            raise KeyAccessError(f"key reference {reference!r}: a host is not allowed")
         text = "/" + rest
     if "\0" in text or "%" in text:
         raise KeyAccessError(f"key reference {reference!r}: escapes are not allowed")

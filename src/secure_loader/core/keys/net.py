@@ -34,6 +34,7 @@ MAX_BODY = 64 * 1024
 DEADLINE = 10.0
 _MAX_HEAD = 32 * 1024
 _MAX_ATTEMPTS = 4
+_AT_ONCE = 8 * 1024
 
 _LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 _URL = re.compile(
@@ -395,17 +396,14 @@ def _head(url: Url, method: str, headers: Mapping[str, str | Secret], body: byte
     }
     if body is not None:
         fields |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
-    head = bytearray(f"{method} {target} HTTP/1.1\r\n".encode("ascii"))
+    parts: list[bytes | memoryview] = [f"{method} {target} HTTP/1.1\r\n".encode("ascii")]
     for name, value in fields.items():
         shown = value.reveal() if isinstance(value, Secret) else value.encode("utf-8", errors="surrogateescape")
         if not _HEADER_VALUE.fullmatch(shown):
-            wipe(head)
             raise KeyAccessError(f"{url.source}: what is to be sent as {name} holds characters that cannot be")
-        head += name.encode("ascii") + b": "
-        head += shown
-        head += b"\r\n"
-    head += b"\r\n"
-    return head
+        parts += [name.encode("ascii") + b": ", shown, b"\r\n"]
+    # Of its final size from the start: a buffer that grows leaves copies behind.
+    return bytearray().join([*parts, b"\r\n"])
 
 
 def _send(connection: socket.socket, deadline: Deadline, head: bytearray, body: bytearray | None) -> None:
@@ -417,25 +415,55 @@ def _send(connection: socket.socket, deadline: Deadline, head: bytearray, body: 
         wipe(head)
 
 
-class _Incoming(io.RawIOBase):
-    """What arrives, by the deadline and up to a limit, as the file that http.client wants a socket to make."""
+class _Incoming(io.BufferedIOBase):
+    """What arrives, by the deadline and up to a limit, as the file that http.client wants a socket to make.
+
+    It has a buffer of its own, since those of the standard library cannot be overwritten.
+    """
 
     def __init__(self, connection: socket.socket, deadline: Deadline, limit: int) -> None:
         self._connection, self._deadline, self._room = connection, deadline, limit
+        self._buffer, self._start, self._stop = bytearray(_AT_ONCE), 0, 0
 
-    def readable(self) -> bool:
-        return True
+    def makefile(self, _mode: str) -> _Incoming:
+        return self
 
-    def readinto(self, buffer: Any, /) -> int:
-        self._connection.settimeout(self._deadline.left())
-        n = self._connection.recv_into(buffer)
-        self._room -= n
-        if self._room < 0:
-            raise _AnswerError("answers with more than a key service has to say")
-        return n
+    def _fill(self) -> int:
+        """Bytes in the buffer; none at the end of what arrives."""
+        if self._start == self._stop:
+            self._connection.settimeout(self._deadline.left())
+            self._start, self._stop = 0, self._connection.recv_into(self._buffer)
+            self._room -= self._stop
+            if self._room < 0:
+                raise _AnswerError("answers with more than a key service has to say")
+        return self._stop - self._start
 
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
+    def readinto(self, out: Any, /) -> int:
+        filled = 0
+        with memoryview(out) as target, memoryview(self._buffer) as source:
+            while filled < len(target) and (n := min(self._fill(), len(target) - filled)):
+                target[filled : filled + n] = source[self._start : self._start + n]
+                self._start, filled = self._start + n, filled + n
+        return filled
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Ends of chunks only, which are two bytes."""
+        out = bytearray(max(size or 0, 0))
+        return bytes(out[: self.readinto(out)])
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """Lines of heads, and sizes of chunks."""
+        line, limit = bytearray(), size or -1
+        while not line.endswith(b"\n") and len(line) != limit and self._fill():
+            end = self._buffer.find(b"\n", self._start, self._stop) + 1 or self._stop
+            end = end if limit < 0 else min(end, self._start + limit - len(line))
+            line += self._buffer[self._start : end]
+            self._start = end
+        return bytes(line)
+
+    def close(self) -> None:
+        wipe(self._buffer)
+        super().close()
 
 
 def _receive(

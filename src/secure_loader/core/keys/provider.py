@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hmac
 import importlib
-import threading
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from ...config import LoaderConfig
 from ...errors import AuthenticationError, ConfigError, KeyAccessError
 from ..aead import Algorithm, unwrap_key
+from ..forks import ForkLock
 from ..recipient import Recipient, WrapContext
 from ..secrets import Secret, looks_like_key
 from .jwk import MasterKey
@@ -37,6 +38,10 @@ BUILT_IN = {
     "https": "https:HttpsProvider",
     "vault": "vault:VaultProvider",
 }
+
+# Schemes of sources on this machine, whose references hold nothing but names and paths.
+LOCAL = ("file", "env", "fd", "passphrase", "age")
+_HOST = re.compile(r"((?:https?:)?//)(?:[^/?#]*@)?([^/?#@]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +187,7 @@ class KeyRing:
         self._sources = tuple(sources)
         self._config = config or LoaderConfig()
         self._providers: dict[str, KeyProvider] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         if any(isinstance(s, str) and looks_like_key(s) for s in self._sources):
             # Not shown: it would be taken for a path, and named in the message that says it does not exist.
             raise ConfigError(
@@ -210,7 +215,7 @@ class KeyRing:
         if not found:
             # Somebody may put the key there now, and try again.
             self._providers.clear()
-            searched = ", ".join(s if isinstance(s, str) else f"key {s.kid!r}" for s in self._sources) or "nowhere"
+            searched = ", ".join(map(shown, self._sources)) or "nowhere"
             for_whom = ", ".join(r.kid for r in request.recipients)
             wrapped = f", which is wrapped for {for_whom}" if for_whom else ""
             raise KeyAccessError(
@@ -221,7 +226,7 @@ class KeyRing:
         return found[0]
 
     def _provider(self, scheme: str) -> KeyProvider:
-        with self._lock:
+        with self._lock.here:
             if scheme not in self._providers:
                 made = provider(scheme)
                 if isinstance(made, Configurable):
@@ -234,6 +239,17 @@ def _refuse_ambiguous(found: Sequence[Unwrapper], kid: str) -> None:
     local = [u.secret.reveal() for u in found if isinstance(u, LocalUnwrapper)]
     if len(found) > 1 and (len(local) < len(found) or any(not hmac.compare_digest(local[0], s) for s in local[1:])):
         raise KeyAccessError(f"two different keys go by the kid {kid!r}", hint="rename or remove one of them")
+
+
+def shown(source: str | MasterKey) -> str:
+    """How messages name a source: of one that is not on this machine, no path and no query, which may hold secrets."""
+    if isinstance(source, MasterKey):
+        return f"key {source.kid!r}"
+    scheme, rest = split_reference(source)
+    if scheme in LOCAL:
+        return source
+    host = _HOST.match(rest)
+    return f"{scheme}:{host[1]}{host[2]}" if host else f"{scheme}:…"
 
 
 def split_reference(reference: str) -> tuple[str, str]:

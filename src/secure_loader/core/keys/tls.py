@@ -13,6 +13,8 @@ from ..source import FileSource
 from .local import MAX_KEY_FILE, check_private
 
 _MAX_ROOTS = 16 * MAX_KEY_FILE
+# SSL_OP_CLEANSE_PLAINTEXT of OpenSSL 3: overwrite what was received, once it was read. Python has no name for it.
+_CLEANSE_PLAINTEXT = 1 << 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Tls:
         # What a host is called is said by the names that a certificate is for; its subject may be anything (RFC 9525, 6.3).
         context.hostname_checks_common_name = False
         context.set_alpn_protocols(["http/1.1"])
+        context.options |= _CLEANSE_PLAINTEXT
         if self.ca_file is None:
             context.load_default_certs()
         else:

@@ -18,6 +18,7 @@ from .. import strict_json
 from ..secrets import Secret, wipe
 from .fetch import FetchingProvider, only_master, reading
 from .jwk import Jwk, MasterKey, parse_key, parse_keys
+from .lift import QUOTED, lift, restore
 from .local import read_private
 from .net import Deadline, Response, Rules, Url, check_status, parse_url, request
 from .provider import KeyRequest
@@ -26,6 +27,7 @@ _PATH = re.compile(r"/(?!v1/)[^/]+(?:/[^/]+)*/data(?:/[^/]+)+")
 _VERSION = re.compile(r"version=[1-9][0-9]{0,9}")
 # Printable, and nothing that JSON would have to escape.
 _CREDENTIAL = re.compile(rb"[!#-\[\]-~]+")
+_LOGIN = re.compile(rb'"client_token"[ \t\r\n]*:[ \t\r\n]*"(?P<value>[!#-\[\]-~]{16,8192})"')
 
 
 class VaultProvider(FetchingProvider):
@@ -77,15 +79,16 @@ def _check(response: Response, url: Url) -> None:
 
 def _token(url: Url, rules: Rules, deadline: Deadline) -> Secret:
     """The token to ask with: the first that is set of a token, its file, an AppRole, and what ``vault login`` left."""
-    home_file = Path("~/.vault-token").expanduser()
     if os.environ.get("VAULT_TOKEN"):
         return _credential(bytearray(os.environb[b"VAULT_TOKEN"]), "VAULT_TOKEN")
     if named := os.environ.get("VAULT_TOKEN_FILE"):
         return _from_file(Path(named), "token file")
     if role := os.environ.get("VAULT_ROLE_ID"):
         return _login(role, url, rules, deadline)
-    if home_file.exists():
-        return _from_file(home_file, "token file")
+    # Not Path.expanduser, which raises where nobody knows the home folder, and not Path.exists, which may.
+    left = os.path.expanduser("~/.vault-token")
+    if os.path.isabs(left) and os.path.exists(left):
+        return _from_file(Path(left), "token file")
     raise KeyAccessError(
         f"{url.source}: there is no token to ask with",
         hint="set VAULT_TOKEN_FILE, or VAULT_ROLE_ID and VAULT_SECRET_ID_FILE, or VAULT_TOKEN; or log in with vault or bao",
@@ -115,9 +118,8 @@ def _login(role: str, url: Url, rules: Rules, deadline: Deadline) -> Secret:
     if not named:
         raise KeyAccessError("VAULT_ROLE_ID is set, and VAULT_SECRET_ID_FILE, which goes with it, is not")
     with _from_file(Path(named), "secret id file") as secret_id:
-        body = bytearray(b'{"role_id":' + json.dumps(role).encode() + b',"secret_id":"')
-        body += secret_id.reveal()
-        body += b'"}'
+        before = b'{"role_id":' + json.dumps(role).encode() + b',"secret_id":"'
+        body = bytearray().join([before, secret_id.reveal(), b'"}'])
     try:
         login = dataclasses.replace(url, path="/auth/approle/login", query="")
         response = _ask(login, rules, deadline, {}, body)
@@ -129,26 +131,29 @@ def _login(role: str, url: Url, rules: Rules, deadline: Deadline) -> Secret:
     return reading(response, url, _token_of)
 
 
-def _token_of(body: bytes) -> Secret:
+def _token_of(body: bytearray) -> Secret:
     """The token in an answer to a login."""
-    answer = strict_json.loads(body, what="answer", scan=True, any_number=True)
+    lifted = lift(body, _LOGIN)
+    answer = strict_json.loads(bytes(body), what="answer", scan=True, any_number=True)
     auth = answer.get("auth") if isinstance(answer, dict) else None
     token = auth.get("client_token") if isinstance(auth, dict) else None
     if not isinstance(token, str):
         raise KeyAccessError("the answer to the login holds no token")
-    return _credential(bytearray(token, "utf-8"), "the answer to the login")
+    # A token of another form passes through a string.
+    return lifted.get(token) or _credential(bytearray(token, "utf-8"), "the answer to the login")
 
 
-def _keys_of(body: bytes) -> list[Jwk]:
+def _keys_of(body: bytearray) -> list[Jwk]:
     """The keys in an answer of the KV engine."""
-    answer = strict_json.loads(body, what="answer", scan=True, any_number=True)
+    lifted = lift(body, QUOTED)
+    answer = strict_json.loads(bytes(body), what="answer", scan=True, any_number=True)
     outer = answer.get("data") if isinstance(answer, dict) else None
     secret, metadata = (outer.get("data"), outer.get("metadata")) if isinstance(outer, dict) else (None, None)
     if not isinstance(secret, dict) or not isinstance(metadata, dict):
         raise KeyAccessError("the answer is not that of a KV engine, version 2")
     if "jwk" not in secret:
-        return [parse_key({"kty": "oct", **secret}, "the secret")]
+        return [parse_key(restore({"kty": "oct", **secret}, lifted), "the secret")]
     text = secret["jwk"]
     if not isinstance(text, str):
         text = strict_json.dumps(text)
-    return parse_keys(text, "field jwk of the secret")
+    return parse_keys(text, "field jwk of the secret", lifted)
