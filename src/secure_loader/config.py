@@ -52,6 +52,9 @@ class LoaderConfig:
         keys: References to master keys (``file:/path``, ``env:NAME``, plain paths); None takes ``SECURE_LOADER_KEYS``
             and the home folder. Never key material.
         trust: Trust files and folders; None takes the home folder's.
+        oms_keys: Public EC keys (PEM files, and folders of them) that count for ``model.sig``; None takes ``trust/oms`` in
+            the home folder. Where there are some, a ``model.sig`` must be signed by one of them, and the folder as it says.
+        require_oms: Demand a ``model.sig``.
         integrity: ``"tags"``: AEAD tags; ``"full"``: the signed SHA-256 digests as well, against a publisher's own
             licensees, at the price of a hash of every byte.
         clear_tensors: ``"map"`` or ``"copy"`` clear tensors of signed files after their digest was checked. Copy where
@@ -86,6 +89,8 @@ class LoaderConfig:
 
     keys: tuple[str, ...] | None = None
     trust: tuple[str, ...] | None = None
+    oms_keys: tuple[str, ...] | None = None
+    require_oms: bool = False
     integrity: str = "tags"
     clear_tensors: str = "map"
     threads: int | None = None
@@ -108,7 +113,7 @@ class LoaderConfig:
     insecure_allow_http_loopback: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("keys", "trust"):
+        for name in ("keys", "trust", "oms_keys"):
             object.__setattr__(self, name, _references(name, getattr(self, name)))
         _one_of("integrity", self.integrity, ("tags", "full"))
         _one_of("clear_tensors", self.clear_tensors, ("map", "copy"))
@@ -153,7 +158,7 @@ class LoaderConfig:
         """These settings with some replaced.
 
         Args:
-            options: By field name; strings and lists of strings are both fine for ``keys`` and ``trust``.
+            options: By field name; strings and lists of strings are both fine for ``keys``, ``trust`` and ``oms_keys``.
 
         Raises:
             ConfigError: An unknown name, or a value of the wrong kind.

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import FormatError, ManifestError, MissingFileError, RollbackError, SecureLoaderError
-from . import index
+from . import index, oms_check
 from . import manifest as mf
 from .archive import TensorFile
 from .header import LENGTH
+from .keys.ec import EcVerifyKey
 from .pipeline import annotate
 from .rollback import check_release
 from .session import Session
@@ -32,7 +33,8 @@ class Checkpoint:
         partial: Accept that files which no loader needs are absent, as in a hub cache.
 
     Raises:
-        ManifestError: A file is missing, extra or altered; or there is no manifest at all.
+        ManifestError: A file is missing, extra or altered; or there is no manifest at all. Likewise for ``model.sig``, where
+            a key is trusted for it (:func:`core.oms_check.check`).
         RollbackError: An older release than one loaded before.
         SignatureError, UntrustedSignerError, FormatError, SourceError: As they say.
     """
@@ -42,6 +44,7 @@ class Checkpoint:
         self.session = session
         self.manifest: mf.Manifest | None = None
         self.signer: TrustedSigner | None = None
+        self.model_signer: EcVerifyKey | None = None  # whose model.sig was checked
         self._places: dict[int, str] = {}
         self._members: dict[str, set[str]] = {}  # tensors of the root checkpoint by shard
         if not self.folder.is_dir():
@@ -49,7 +52,11 @@ class Checkpoint:
         config = session.config
         unsigned_allowed = config.insecure_allow_legacy or config.insecure_allow_plaintext
         if unsigned_allowed and not (self.folder / mf.MANIFEST).exists():
-            _log.warning("%s has no %s: its file set, config and tokenizer are unprotected", self.folder, mf.MANIFEST)
+            self.model_signer = oms_check.check(self.folder, session.config)
+            if self.model_signer is None:
+                _log.warning(
+                    "%s has no %s: its file set, config and tokenizer are unprotected", self.folder, mf.MANIFEST
+                )
             return
         self.manifest, self.signer = mf.read(self.folder, session.trust)
         try:
@@ -58,6 +65,8 @@ class Checkpoint:
             raise annotate(e, str(self.folder)) from None
         mf.check_files(self.folder, self.manifest, partial=partial)
         self._check_index(self.manifest)
+        absent = [n for n, e in self.manifest.files.items() if not mf.is_needed(n, e)] if partial else ()
+        self.model_signer = oms_check.check(self.folder, session.config, self.manifest, may_lack=absent)
         for name, shard in self.manifest.weights.items():
             self._members.setdefault(shard, set()).add(name)
 

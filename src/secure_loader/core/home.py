@@ -37,6 +37,11 @@ def recipients_dir() -> Path:
     return home() / "recipients"
 
 
+def oms_dir() -> Path:
+    """Public keys (PEM) of those whose ``model.sig`` counts."""
+    return trust_dir() / "oms"
+
+
 def state_dir() -> Path:
     """What was seen before: the rollback floor."""
     return home() / "state"

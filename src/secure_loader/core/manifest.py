@@ -26,6 +26,8 @@ from .trust_rules import Subject
 
 MANIFEST = "secure_manifest.json"
 MAX_MANIFEST = 64 << 20
+# It signs all files, the manifest too, and so comes after it: see core/oms_check.py.
+MODEL_SIGNATURE = "model.sig"
 _TYPE = "secure-loader-manifest+jws"
 _PIECE = 1 << 20
 
@@ -221,7 +223,7 @@ def check_files(folder: Path, manifest: Manifest, *, partial: bool = False) -> N
         ManifestError: A file is missing, extra or altered.
     """
     present = set(list_files(folder)) - {MANIFEST}
-    extra = sorted(present - manifest.files.keys())
+    extra = sorted(present - manifest.files.keys() - _beside(folder))
     if extra:
         raise ManifestError(
             f"{extra[0]} is not part of the signed folder" + (f" (and {len(extra) - 1} more)" if extra[1:] else ""),
@@ -235,6 +237,11 @@ def check_files(folder: Path, manifest: Manifest, *, partial: bool = False) -> N
             raise ManifestError(f"{name} is missing from the signed folder", path=folder)
         if not _is_as_signed(folder / name, entry):
             raise ManifestError(f"{name} is not the file that was signed: altered, or of another release", path=folder)
+
+
+def _beside(folder: Path) -> set[str]:
+    """What may lie in a folder besides the files of its manifest: a ``model.sig``, which no framework reads."""
+    return {MODEL_SIGNATURE} if (folder / MODEL_SIGNATURE).is_file() else set()
 
 
 def _is_as_signed(path: Path, entry: FileEntry) -> bool:

@@ -26,6 +26,7 @@ from .report import Advance, progress_bar
 from .seal import Publication
 from .session import KeySources, Session, TrustSources
 from .staging import discard, staged_folder
+from .survey import is_signature
 from .unwrapping import unwrap_deks
 from .writer import ModelReport, resolve_signing, write_manifest
 
@@ -86,6 +87,9 @@ def rewrap_model(
         created=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         recipients=entries,
     )
+    # What signs the old folder would be a bad signature in the new one.
+    left_out = sorted(n for n in {*manifest.files, *mf.list_files(folder)} if is_signature(n))
+    taken = [name for name in manifest.files if name not in left_out]
     total = sum(manifest.files[n].nbytes for n in shards)
     tensors = encrypted = nbytes = 0
     with (
@@ -93,7 +97,7 @@ def rewrap_model(
         progress_bar(total, f"Rewrapping {folder.name}", show=progress) as advance,
     ):
         try:
-            for name in manifest.files:
+            for name in taken:
                 target = staging.folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if name not in shards:
@@ -118,8 +122,8 @@ def rewrap_model(
         tensors=tensors,
         encrypted=encrypted,
         tensor_bytes=nbytes,
-        files=len(manifest.files) - len(shards),
-        left_out=(),
+        files=len(taken) - len(shards),
+        left_out=tuple(left_out),
         reused_shards=0,
         seconds=time.perf_counter() - started,
         key_id=publication.master.kid,

@@ -34,7 +34,7 @@ class Survey:
         index: Path of the root index, or None.
         weights: Tensor to shard, both as in the new folder, for the root checkpoint.
         others: Files that are copied.
-        left_out: Weights in other formats.
+        left_out: Weights in other formats, and signatures of the folder as it is.
     """
 
     headers: dict[str, hdr.Header]
@@ -73,7 +73,7 @@ def survey(source: Path, *, keep_names: bool) -> Survey:
             raise ConfigError(f"{name} is a link to a folder, or no regular file", path=source)
         if name.endswith(".safetensors"):
             headers[name] = _plain_header(source / name)
-        elif Path(name).suffix in PLAINTEXT_WEIGHTS or ".pytorch" in name:
+        elif Path(name).suffix in PLAINTEXT_WEIGHTS or ".pytorch" in name or is_signature(name):
             left_out.append(name)
         else:
             others.append(name)
@@ -114,6 +114,11 @@ def _all_weights(path: Path, weight_map: Mapping[str, str], headers: Mapping[str
             if weights.setdefault(tensor, shard) != shard:
                 raise ConfigError(f"both {weights[tensor]} and {shard} hold {tensor!r}", path=path)
     return weights
+
+
+def is_signature(name: str) -> bool:
+    """Whether a file signs the others (OpenSSF model signing): it holds no more when they are encrypted or rewrapped."""
+    return Path(name).name == mf.MODEL_SIGNATURE
 
 
 def secure_name(name: str) -> str:

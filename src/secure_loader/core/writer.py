@@ -48,7 +48,8 @@ class ModelReport:
         encrypted: How many of them are encrypted.
         tensor_bytes: Their size in all.
         files: Number of other files that were copied and signed.
-        left_out: Files that were not taken over, because they hold weights in another format.
+        left_out: Files that were not taken over, because they hold weights in another format, or a signature
+            (``model.sig``) that is not one of the new folder.
         reused_shards: Shards that an interrupted run had finished.
         seconds: Wall time.
         key_id: Name of the master key, or None in a plain folder.
