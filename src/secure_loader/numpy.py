@@ -34,11 +34,18 @@ def save_file(
     chunk_size: int = CHUNK_SIZE,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    recipients: Sequence[str] = (),
 ) -> None:
     """Write arrays to an encrypted, signed file, atomically; arguments and errors as in :mod:`secure_loader.torch`."""
     name = Path(filename).stem if model_id is None else model_id
     by = single.publication(
-        key=key, signing_key=signing_key, model_id=name, release=release, version=version, chunk_size=chunk_size
+        key=key,
+        signing_key=signing_key,
+        model_id=name,
+        release=release,
+        version=version,
+        chunk_size=chunk_size,
+        recipients=recipients,
     )
     write_file(Path(filename), single.plain_tensors(tensor_dict, include, exclude), metadata or {}, by)
 
@@ -51,9 +58,10 @@ def save(
     signing_key: str | SigningKey | None = None,
     model_id: str = "bytes",
     release: int = 1,
+    recipients: Sequence[str] = (),
 ) -> bytes:
     """The bytes of an encrypted file; otherwise as :func:`save_file`."""
-    by = single.publication(key=key, signing_key=signing_key, model_id=model_id, release=release)
+    by = single.publication(key=key, signing_key=signing_key, model_id=model_id, release=release, recipients=recipients)
     return seal_bytes(single.plain_tensors(tensor_dict, (), ()), metadata or {}, by)
 
 

@@ -40,6 +40,7 @@ def save_file(
     chunk_size: int = CHUNK_SIZE,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    recipients: Sequence[str] = (),
 ) -> None:
     """Write tensors to an encrypted, signed file, atomically.
 
@@ -55,6 +56,7 @@ def save_file(
         chunk_size: Bytes per chunk.
         include: Encrypt only names that match one of these shell patterns.
         exclude: Leave matching names in clear (signed all the same).
+        recipients: Whom to wrap the master key for, as :func:`secure_loader.encrypt_model`; without ``key`` it is a new one.
 
     Raises:
         ConfigError: Shared memory, a pattern that matches nothing, a dtype that the format does not have.
@@ -64,7 +66,13 @@ def save_file(
     _refuse_shared(tensors)
     name = Path(filename).stem if model_id is None else model_id
     by = single.publication(
-        key=key, signing_key=signing_key, model_id=name, release=release, version=version, chunk_size=chunk_size
+        key=key,
+        signing_key=signing_key,
+        model_id=name,
+        release=release,
+        version=version,
+        chunk_size=chunk_size,
+        recipients=recipients,
     )
     write_file(Path(filename), single.plain_tensors(tensors, include, exclude), metadata or {}, by)
 
@@ -77,10 +85,11 @@ def save(
     signing_key: str | SigningKey | None = None,
     model_id: str = "bytes",
     release: int = 1,
+    recipients: Sequence[str] = (),
 ) -> bytes:
     """The bytes of an encrypted file; otherwise as :func:`save_file`."""
     _refuse_shared(tensors)
-    by = single.publication(key=key, signing_key=signing_key, model_id=model_id, release=release)
+    by = single.publication(key=key, signing_key=signing_key, model_id=model_id, release=release, recipients=recipients)
     return seal_bytes(single.plain_tensors(tensors, (), ()), metadata or {}, by)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import config as cfg
 from ..errors import ConfigError
 from .aead import CHUNK_SIZE
 from .archive import Archive
 from .keys.jwk import MasterKey, SigningKey
+from .keys.recipients import one_time_key, targets, wrap_for
 from .seal import PlainTensor, Publication
 from .session import KeySources, Session, TrustSources
 from .source import FileSource
@@ -26,9 +28,14 @@ def publication(
     release: int = 1,
     version: str = "2",
     chunk_size: int = CHUNK_SIZE,
+    recipients: Sequence[str] = (),
 ) -> Publication:
     """Keys and names for a single file. Raises KeyAccessError and ConfigError."""
-    return Publication(resolve_master(key), resolve_signing(signing_key, key), model_id, release, version, chunk_size)
+    for_whom = targets(recipients, cfg.load()) if recipients else []
+    master = one_time_key() if for_whom and key is None else resolve_master(key)
+    signing = resolve_signing(signing_key, key)
+    entries = wrap_for(for_whom, master, model_id)
+    return Publication(master, signing, model_id, release, version, chunk_size, recipients=entries)
 
 
 def plain_tensors(tensors: Mapping[str, Any], include: Sequence[str], exclude: Sequence[str]) -> list[PlainTensor]:
