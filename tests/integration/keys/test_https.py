@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import ssl
 import threading
 import weakref
@@ -13,6 +14,7 @@ from secure_loader import safe_open
 from secure_loader.config import LoaderConfig
 from secure_loader.core.archive import Archive
 from secure_loader.core.checkpoint import Checkpoint
+from secure_loader.core.keys import tls
 from secure_loader.core.keys.provider import KeyRing
 from secure_loader.core.session import Session
 from secure_loader.errors import KeyAccessError, KeySourceResponseError, KeySourceUnreachableError, SecureLoaderError
@@ -239,6 +241,31 @@ def test_a_client_key_is_kept_as_a_key_is(authority, localhost, settings):
         with pytest.raises(KeyAccessError, match=r"client key can be read by others .mode 0644"):
             resolve(server, settings(key_client_certificate=me.certificate, key_client_key=me.key))
         assert server.connections == 0
+
+
+def test_the_client_key_that_was_checked_is_the_one_that_is_used(tmp_path, monkeypatch, authority, localhost, settings):
+    """Whatever stands under its name a moment later; and neither file may be one that never ends."""
+    me = authority.issue("loader", client=True)
+    read = tls.read_private
+
+    def then_replaced(path, what):
+        found = read(path, what)
+        path.write_text("something else")
+        return found
+
+    shown = {"key_client_certificate": me.certificate, "key_client_key": me.key}
+    with serving(localhost, answer(key_set(KEY)), clients=authority) as server:
+        monkeypatch.setattr(tls, "read_private", then_replaced)
+        assert resolve(server, settings(**shown)) is not None
+        monkeypatch.undo()
+        with pytest.raises(KeyAccessError, match="the client certificate or its key cannot be used"):
+            resolve(server, settings(**shown))
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe, 0o600)
+        for wrong in ({"key_client_certificate": pipe, "key_client_key": me.key}, {"key_client_certificate": pipe}):
+            with pytest.raises(KeyAccessError, match="regular file"):
+                resolve(server, settings(**wrong))
+        assert len(server.calls) == 1
 
 
 def test_a_file_of_roots_that_others_may_write(tmp_path, authority, localhost, settings):

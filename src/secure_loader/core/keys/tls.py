@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import KeyAccessError, SourceError
+from ..secrets import Secret, wipe
 from ..source import FileSource
-from .local import MAX_KEY_FILE, check_private
+from .local import MAX_KEY_FILE, read_private
 
-_MAX_ROOTS = 16 * MAX_KEY_FILE
+_MAX_PEM = 16 * MAX_KEY_FILE
 # SSL_OP_CLEANSE_PLAINTEXT of OpenSSL 3: overwrite what was received, once it was read. Python has no name for it.
 _CLEANSE_PLAINTEXT = 1 << 1
 
@@ -56,13 +59,33 @@ class Tls:
 
     def _identify(self, context: ssl.SSLContext, certificate: str) -> None:
         key = self.client_key or certificate
-        check_private(Path(key), "client key")
+        text = read_private(Path(key), "client key")
         try:
-            # A key with a passphrase would make OpenSSL ask for it on the terminal.
-            context.load_cert_chain(certificate, key, password="")
+            if key != certificate:
+                chain, _ = _read(certificate, "the file of the client certificate")
+                with Secret(text) as private:
+                    text = bytearray().join([chain, b"\n", private.reveal()])
+            # OpenSSL reads files, by name: give it one that nobody can replace, with what was checked. A key with a
+            # passphrase would make it ask for that on the terminal.
+            with _unnamed(text) as name:
+                context.load_cert_chain(name, password="")
         except OSError as e:
             why = e.reason if isinstance(e, ssl.SSLError) else e.strerror
             raise KeyAccessError(f"the client certificate or its key cannot be used: {why}", path=certificate) from None
+        finally:
+            wipe(text)
+
+
+@contextlib.contextmanager
+def _unnamed(text: bytearray) -> Iterator[str]:
+    """The name, in this process alone, of a file in memory that holds a text, and is overwritten."""
+    fd = os.memfd_create("client certificate", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(fd, text, 0)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.pwrite(fd, bytes(len(text)), 0)
+        os.close(fd)
 
 
 def _load(context: ssl.SSLContext, roots: str, path: str) -> None:
@@ -74,21 +97,25 @@ def _load(context: ssl.SSLContext, roots: str, path: str) -> None:
 
 def _read_roots(path: str) -> str:
     """The text of a file of root certificates: who can write it decides who may hand out keys."""
+    data, info = _read(path, "the file of root certificates")
+    if info.st_uid not in (0, os.geteuid()) or stat.S_IMODE(info.st_mode) & 0o022:
+        raise KeyAccessError(
+            "the file of root certificates could have been written by others", path=path, hint=f"chmod go-w {path}"
+        )
     try:
-        with FileSource(path) as source:
-            info = os.fstat(source.fileno())
-            if info.st_uid not in (0, os.geteuid()) or stat.S_IMODE(info.st_mode) & 0o022:
-                raise KeyAccessError(
-                    "the file of root certificates could have been written by others",
-                    path=path,
-                    hint=f"chmod go-w {path}",
-                )
-            if source.size > _MAX_ROOTS:
-                raise KeyAccessError(f"the file of root certificates is larger than {_MAX_ROOTS} bytes", path=path)
-            data = bytearray(source.size)
-            source.read_into([memoryview(data)], 0)
         return data.decode("ascii")
-    except SourceError as e:
-        raise KeyAccessError(f"the file of root certificates {e.message}", path=path) from None
     except UnicodeError:
         raise KeyAccessError("the file of root certificates is not PEM", path=path) from None
+
+
+def _read(path: str, what: str) -> tuple[bytearray, os.stat_result]:
+    """A regular file of at most a mebibyte."""
+    try:
+        with FileSource(path) as source:
+            if source.size > _MAX_PEM:
+                raise KeyAccessError(f"{what} is larger than {_MAX_PEM} bytes", path=path)
+            data = bytearray(source.size)
+            source.read_into([memoryview(data)], 0)
+            return data, os.fstat(source.fileno())
+    except SourceError as e:
+        raise KeyAccessError(f"{what} {e.message}", path=path) from None
