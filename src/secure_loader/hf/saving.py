@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core import index
 from ..core import manifest as mf
 from ..core.keys.jwk import MasterKey, SigningKey
-from ..core.seal import Publication
 from ..core.session import Session
+from ..core.single import publication
 from ..core.source import FileSource, read_header
 from ..core.staging import staged_folder
 from ..core.survey import PLAINTEXT_WEIGHTS
 from ..core.trust import TrustedSigner, TrustStore
-from ..core.writer import resolve_master, resolve_signing, write_manifest
+from ..core.writer import write_manifest
 from ..errors import ConfigError
 from .context import Context, Writer, is_encrypted, use
 from .hub import SECURE_WEIGHTS, VARIANT, WEIGHTS
@@ -38,6 +39,7 @@ def save_pretrained(
     signing_key: str | SigningKey | None = None,
     model_id: str | None = None,
     release: int = 1,
+    recipients: Sequence[str] = (),
     tokenizer: Any = None,
     max_shard_size: int | str | None = None,
     force: bool = False,
@@ -55,6 +57,7 @@ def save_pretrained(
         signing_key: Likewise; None takes the one that goes with ``key``, or the only one.
         model_id: What the trust store matches; None takes the folder's name.
         release: Grows with every publication; loading remembers the highest and refuses older ones.
+        recipients: Whom to wrap the master key for, as :func:`secure_loader.encrypt_model`; without ``key`` it is a new one.
         tokenizer: Tokenizer or processor to be saved and signed along with the model.
         max_shard_size: As upstream.
         force: Replace a model folder that is there.
@@ -72,12 +75,8 @@ def save_pretrained(
     for name, why in _REFUSED.items():
         if kwargs.get(name):
             raise ConfigError(f"{name} {why}")
-    by = Publication(
-        resolve_master(key),
-        resolve_signing(signing_key, key),
-        target.name if model_id is None else model_id,
-        release,
-    )
+    name = target.name if model_id is None else model_id
+    by = publication(key=key, signing_key=signing_key, model_id=name, release=release, recipients=recipients)
     if max_shard_size is not None:
         kwargs["max_shard_size"] = max_shard_size
     if _takes_variant(model):
