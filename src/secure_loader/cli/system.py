@@ -8,7 +8,7 @@ from typing import Any
 from .. import config
 from ..core import environment
 from ..core.environment import Environment, Package
-from ..core.home import KEYS_VARIABLE, default_key_sources, home, keys_dir, trust_dir
+from ..core.home import KEYS_VARIABLE, default_key_sources, home, keys_dir, oms_dir, trust_dir
 from ..core.pool import threads
 from .arguments import Arguments
 from .output import Output, clean, count, facts, table
@@ -87,6 +87,7 @@ def config_show(args: Arguments, out: Output) -> None:
     meant = {
         "keys": ", ".join(default_key_sources()) or str(keys_dir()),
         "trust": str(trust_dir()),
+        "oms_keys": str(oms_dir()),
         "threads": str(threads()),
         "key_private_hosts": "none",
         "key_ca_file": "those of the system",
