@@ -9,6 +9,8 @@ environment variable                      meaning
 ``SECURE_LOADER_PASSPHRASE_FILE``         file with the passphrase of ``passphrase:…`` references
 ``SECURE_LOADER_PASSPHRASE``              that passphrase itself; removed once it was read
 ``SECURE_LOADER_AGE_IDENTITY``            identity file of ``age:…`` references
+``SECURE_LOADER_KBS_URL``                 the broker of ``kbs:///…`` references: ``https://HOST:PORT``
+``SECURE_LOADER_KBS_MODE``                ``attest``, ``token`` or ``cdh``
 ``SECURE_LOADER_THREADS``                 threads of the shared pool
 ``SECURE_LOADER_INTEGRITY``               ``tags`` or ``full``
 ``SECURE_LOADER_PAGE_CACHE``              ``keep``, ``drop`` or ``bypass``
@@ -42,6 +44,7 @@ CONFIG_VARIABLE = "SECURE_LOADER_CONFIG"
 MIN_DEVICE_BUFFER, MAX_DEVICE_BUFFER = 64 << 10, 512 << 20
 MAX_KEY_TIMEOUT = 600
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +82,21 @@ class LoaderConfig:
         key_ca_file: PEM file with the only certificates that may vouch for network key sources; None takes the system's.
         key_client_certificate: PEM file with the client certificate to show them.
         key_client_key: PEM file with its private key, kept as a key file is; None looks into the former.
+        kbs_url: Address of the Trustee broker of ``kbs:///…`` references, ``https://HOST:PORT``.
+        kbs_mode: How a broker learns where this process runs. ``"attest"``: by evidence of the hardware, which this process
+            gets; ``"token"``: by a token of an earlier attestation; ``"cdh"``: the guest's Confidential Data Hub does it.
+        kbs_evidence: Who supplies evidence under ``"attest"``: for the machine first, then for devices in it. ``"tsm"``, or
+            names under the entry point ``secure_loader.evidence_providers``.
+        kbs_token_file: File with the token, kept as a key file is.
+        kbs_token_key_file: PEM file with the P-256 key that was attested for it, kept as a key file is.
+        kbs_cdh_port: Where on 127.0.0.1 the Confidential Data Hub listens.
         harden: Close this process to others of the same user, and switch core dumps off, before a model is opened
             (:func:`secure_loader.harden_process`).
         insecure_allow_plaintext: Accept files that are not encrypted where encrypted ones are demanded.
         insecure_allow_legacy: Accept CryptoTensors files without profile 1, and folders without a manifest.
         insecure_allow_unverified_clear: Hand out clear tensors of such files, which nothing protects.
         insecure_allow_http_loopback: Speak ``http:`` to a key service on this machine itself: development servers.
+        insecure_kbs_sample_evidence: Allow ``"sample"`` in ``kbs_evidence``, which proves nothing: brokers of tests.
     """
 
     keys: tuple[str, ...] | None = None
@@ -106,11 +118,18 @@ class LoaderConfig:
     key_ca_file: str | None = None
     key_client_certificate: str | None = None
     key_client_key: str | None = None
+    kbs_url: str | None = None
+    kbs_mode: str = "attest"
+    kbs_evidence: tuple[str, ...] = ("tsm",)
+    kbs_token_file: str | None = None
+    kbs_token_key_file: str | None = None
+    kbs_cdh_port: int = 8006
     harden: bool = False
     insecure_allow_plaintext: bool = False
     insecure_allow_legacy: bool = False
     insecure_allow_unverified_clear: bool = False
     insecure_allow_http_loopback: bool = False
+    insecure_kbs_sample_evidence: bool = False
 
     def __post_init__(self) -> None:
         for name in ("keys", "trust", "oms_keys"):
@@ -138,21 +157,39 @@ class LoaderConfig:
         if self.gpu_direct == "on" and self.device_kernels == "cpu":
             raise ConfigError('gpu_direct = "on" contradicts device_kernels = "cpu"')
         self._check_network()
+        self._check_broker()
 
     def _check_network(self) -> None:
         seconds = self.key_timeout_seconds
         if type(seconds) not in (int, float) or not 0 < seconds <= MAX_KEY_TIMEOUT:
             raise ConfigError(f"key_timeout_seconds must be above 0 and at most {MAX_KEY_TIMEOUT}, not {seconds!r}")
-        for name in ("key_ca_file", "key_client_certificate", "key_client_key"):
+        for name in ("key_ca_file", "key_client_certificate", "key_client_key", "kbs_token_file", "kbs_token_key_file"):
             value = getattr(self, name)
             if value is not None:
                 if not isinstance(value, (str, os.PathLike)) or looks_like_key(os.fspath(value)):
-                    raise ConfigError(f"{name} takes the path of a PEM file")
+                    raise ConfigError(f"{name} takes the path of a {'PEM ' if name != 'kbs_token_file' else ''}file")
                 object.__setattr__(self, name, os.fspath(value))
         if self.key_client_key is not None and self.key_client_certificate is None:
             raise ConfigError("key_client_key is set, and key_client_certificate, which goes with it, is not")
         if self.key_private_hosts is not None:
             object.__setattr__(self, "key_private_hosts", _hosts(self.key_private_hosts))
+
+    def _check_broker(self) -> None:
+        _one_of("kbs_mode", self.kbs_mode, ("attest", "token", "cdh"))
+        url: Any = self.kbs_url
+        if url is not None and (not isinstance(url, str) or looks_like_key(url)):
+            # Not shown: it may hold a password.
+            raise ConfigError("kbs_url takes the address of a broker, https://HOST:PORT, without a user name or query")
+        names: Any = self.kbs_evidence
+        names = (names,) if isinstance(names, str) else names
+        known = isinstance(names, (list, tuple)) and all(isinstance(n, str) and _NAME.fullmatch(n) for n in names)
+        if not known or not names or len(set(names)) != len(names):
+            raise ConfigError("kbs_evidence takes names of evidence providers, each once")
+        object.__setattr__(self, "kbs_evidence", tuple(names))
+        if "sample" in names and not self.insecure_kbs_sample_evidence:
+            raise ConfigError("kbs_evidence: sample evidence proves nothing, and needs insecure_kbs_sample_evidence")
+        if type(self.kbs_cdh_port) is not int or not 0 < self.kbs_cdh_port < 65536:
+            raise ConfigError(f"kbs_cdh_port must be the number of a port, not {self.kbs_cdh_port!r}")
 
     def replace(self, options: Mapping[str, Any]) -> LoaderConfig:
         """These settings with some replaced.
@@ -241,7 +278,7 @@ def _from_environment() -> dict[str, Any]:
         if not threads.isdecimal():
             raise ConfigError(f"SECURE_LOADER_THREADS must be a number, not {threads!r}")
         options["threads"] = int(threads)
-    for name in ("integrity", "page_cache", "device_kernels", "gpu_direct"):
+    for name in ("integrity", "page_cache", "device_kernels", "gpu_direct", "kbs_url", "kbs_mode"):
         value = os.environ.get(f"SECURE_LOADER_{name.upper()}")
         if value:
             options[name] = value

@@ -144,11 +144,13 @@ class Response:
         status: HTTP status.
         headers: Its header fields.
         body: Its body; empty where it was not asked for. Wipe it.
+        cookies: What its fields ``Set-Cookie`` say. Nothing is done with them here.
     """
 
     status: int
     headers: Mapping[str, str]
     body: bytearray = field(repr=False)
+    cookies: tuple[str, ...] = field(default=(), repr=False)
 
     def wipe(self) -> None:
         """Overwrite the body."""
@@ -479,7 +481,9 @@ def _receive(
         body = bytearray()
         if answer.status == 200 or want_errors:
             body = _read_body(answer, max_body)
-        return Response(answer.status, dict(answer.headers.items()), body)
+        return Response(
+            answer.status, dict(answer.headers.items()), body, tuple(answer.headers.get_all("Set-Cookie", []))
+        )
     finally:
         answer.close()
 

@@ -37,6 +37,7 @@ BUILT_IN = {
     "age": "age:AgeProvider",
     "https": "https:HttpsProvider",
     "vault": "vault:VaultProvider",
+    "kbs": "kbs:KbsProvider",
 }
 
 # Schemes of sources on this machine, whose references hold nothing but names and paths.
