@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol, Self
 
 from ..errors import ConfigError, NotEncryptedError, ReadError, TensorNameError
 from . import slicing
+from .audit import Opening
 from .device.engine import Engine, engine_for
 from .device.plan import Part
 from .envelope import Envelope, Profile
@@ -64,6 +65,7 @@ class TensorFile:
         verified: The same header, verified, or None for a plain file.
         keys: Where to ask for the master key; not asked before the first encrypted tensor is read.
         options: How to read.
+        opening: What is recorded once it is decided: by the key, or now where nothing is encrypted.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class TensorFile:
         verified: VerifiedHeader | None,
         keys: KeyRing,
         options: ReadOptions,
+        opening: Opening | None = None,
     ) -> None:
         self.source = source
         self.header = header
@@ -82,6 +85,9 @@ class TensorFile:
         self._options = options
         self._deks: dict[str, Secret] | None = None
         self._lock = ForkLock()
+        self._opening = opening
+        if opening is not None and not (self.envelope and self.envelope.records):
+            opening.allow()
 
     @property
     def profile(self) -> Profile | None:
@@ -122,9 +128,16 @@ class TensorFile:
         with self._lock.here:
             if self._deks is None:
                 assert self.envelope is not None  # noqa: S101 - only sealed tensors get here
-                sealed = self.envelope.records
-                self._deks = unwrap_deks(self.envelope, self._keys, self.source.path) if sealed else {}
+                self._deks = self._unwrap(self.envelope) if self.envelope.records else {}
             return self._deks
+
+    def _unwrap(self, envelope: Envelope) -> dict[str, Secret]:
+        if self._opening is None:
+            return unwrap_deks(envelope, self._keys, self.source.path)
+        with self._opening.part():
+            deks = unwrap_deks(envelope, self._keys, self.source.path)
+        self._opening.allow()
+        return deks
 
     def wanted(self, name: str, out: memoryview | None, start: int = 0, stop: int | None = None) -> Wanted:
         """Part of a tensor, to be handed to :meth:`read`.

@@ -12,6 +12,7 @@ from ..errors import FormatError, ManifestError, MissingFileError, RollbackError
 from . import index, oms_check
 from . import manifest as mf
 from .archive import TensorFile
+from .audit import Opening
 from .header import LENGTH
 from .keys.ec import EcVerifyKey
 from .pipeline import annotate
@@ -47,6 +48,11 @@ class Checkpoint:
         self.model_signer: EcVerifyKey | None = None  # whose model.sig was checked
         self._places: dict[int, str] = {}
         self._members: dict[str, set[str]] = {}  # tensors of the root checkpoint by shard
+        # What is refused is on record; what is not has a record of every shard.
+        with Opening(str(self.folder)).part():
+            self._check(session, partial=partial)
+
+    def _check(self, session: Session, *, partial: bool) -> None:
         if not self.folder.is_dir():
             raise MissingFileError("no such folder", path=self.folder)
         config = session.config
@@ -105,7 +111,8 @@ class Checkpoint:
             raise ManifestError(f"{shard} is not a shard of the signed folder", path=self.folder)
         file = self.session.open_file(self.folder / shard)
         try:
-            self._check_shard(file, shard, entry)
+            with Opening(str(self.folder / shard)).part():
+                self._check_shard(file, shard, entry)
         except SecureLoaderError as e:
             file.source.close()
             raise annotate(e, str(self.folder)) from None

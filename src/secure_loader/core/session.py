@@ -6,6 +6,7 @@ signature by a trusted signer, policy, and only then, at the first encrypted byt
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from ..errors import NotEncryptedError, SecureLoaderError
 from . import envelope as env
 from . import policy
 from .archive import Archive, ReadOptions, TensorFile
+from .audit import Opening
 from .hardening import harden_process
 from .header import Header
 from .home import default_key_sources
@@ -115,14 +117,16 @@ class Session:
 
     def accept(self, source: FileSource, *, strict: bool = True) -> TensorFile:
         """As :meth:`open_file` for a source that is open already; it is closed when it is refused."""
+        opening = Opening(str(source.path))
         try:
-            header = read_header(source)
-            verified = None
-            if env.is_encrypted(header) or (strict and not self.config.insecure_allow_plaintext):
-                verified = self._verify(env.parse(header), header, strict=strict)
-            elif strict:
-                _log.warning("%s is not encrypted; insecure_allow_plaintext lets it pass", source.path)
-            return TensorFile(source, header, verified, self.keys, self._read_options)
+            with opening.part():
+                header = read_header(source)
+                verified = None
+                if env.is_encrypted(header) or (strict and not self.config.insecure_allow_plaintext):
+                    verified = self._verify(env.parse(header), header, opening, strict=strict)
+                elif strict:
+                    _log.warning("%s is not encrypted; insecure_allow_plaintext lets it pass", source.path)
+            return TensorFile(source, header, verified, self.keys, self._read_options, opening)
         except SecureLoaderError as e:
             source.close()
             raise annotate(e, source.path) from None
@@ -130,7 +134,7 @@ class Session:
             source.close()
             raise
 
-    def _verify(self, envelope: env.Envelope, header: Header, *, strict: bool) -> VerifiedHeader:
+    def _verify(self, envelope: env.Envelope, header: Header, opening: Opening, *, strict: bool) -> VerifiedHeader:
         profile = envelope.profile
         if profile is None and strict and not self.config.insecure_allow_legacy:
             raise NotEncryptedError(
@@ -143,6 +147,7 @@ class Session:
                 hint='encrypt with secure-loader, or accept integrity="tags"',
             )
         verified = verify_header(header, envelope, self.trust)
+        _describe(opening, verified)
         if profile is not None:
             check_release(profile.model_id, verified.signer.key.thumbprint(), profile.release)
         policy.enforce(verified)
@@ -153,6 +158,19 @@ class Session:
     ) -> Archive:
         """As :meth:`open_file`, with safetensors' reading interface around it."""
         return Archive(self.open_file(path, strict=strict), framework, device)
+
+
+def _describe(opening: Opening, verified: VerifiedHeader) -> None:
+    envelope, profile = verified.envelope, verified.envelope.profile
+    opening.describe(
+        model=None if profile is None else profile.model_id,
+        release=None if profile is None else profile.release,
+        file_id=None if profile is None else profile.file_id.hex(),
+        signer=verified.signer.name,
+        signer_key=verified.signer.key.thumbprint(),
+        key=envelope.enc.kid,
+        policy=hashlib.sha256(envelope.policy.local.encode("utf-8", "surrogatepass")).hexdigest(),
+    )
 
 
 def _key_sources(keys: KeySources | None, config: cfg.LoaderConfig) -> list[str | MasterKey]:

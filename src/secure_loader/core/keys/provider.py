@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from ...config import LoaderConfig
 from ...errors import AuthenticationError, ConfigError, KeyAccessError
 from ..aead import Algorithm, unwrap_key
+from ..audit import note_source
 from ..forks import ForkLock
 from ..recipient import Recipient, WrapContext
 from ..secrets import Secret, looks_like_key
@@ -212,6 +213,8 @@ class KeyRing:
                 scheme, rest = split_reference(source)
                 hit = self._provider(scheme).resolve(rest, request)
             if hit is not None:
+                if not found:
+                    note_source(shown(source))
                 found.append(hit)
         if not found:
             # Somebody may put the key there now, and try again.
