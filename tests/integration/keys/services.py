@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -264,6 +264,46 @@ class SlowProxy:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+        self._listener.close()
+
+
+class Counter:
+    """Passes everything on to a server and back, and counts connections: each is one request."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self.connections = port, 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(0.05)
+        self.port: int = self._listener.getsockname()[1]
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, name="counter")]
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                near = self._listener.accept()[0]
+                self.connections += 1
+                far = socket.create_connection(("127.0.0.1", self._port))
+                for pair in ((near, far), (far, near)):
+                    thread = threading.Thread(target=self._pass_on, args=pair, name="counter")
+                    self._threads.append(thread)
+                    thread.start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, target: socket.socket) -> None:
+        with source, contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def __enter__(self) -> Self:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(10)
         self._listener.close()
 
 

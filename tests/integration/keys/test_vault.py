@@ -359,7 +359,7 @@ def test_the_commands_of_the_guide(openbao, vault_user, tmp_path, secure_loader_
     """What docs/keys.md says, word for word, but for the address."""
     text = (Path(__file__).parents[3] / "docs" / "keys.md").read_text()
     blocks = re.findall(
-        r"```sh\n(.*?)```", text.split("### HashiCorp Vault and OpenBao\n")[1].split("\n## ")[0], re.DOTALL
+        r"```sh\n(.*?)```", text.split("### HashiCorp Vault and OpenBao\n")[1].split("\n### ")[0], re.DOTALL
     )
     assert len(blocks) == 2
     openbao.do("DELETE", "sys/auth/approle")

@@ -38,6 +38,7 @@ BUILT_IN = {
     "age": "age:AgeProvider",
     "https": "https:HttpsProvider",
     "vault": "vault:VaultProvider",
+    "transit": "transit:TransitProvider",
     "kbs": "kbs:KbsProvider",
 }
 

@@ -1,33 +1,23 @@
 """``vault:https://HOST:8200/MOUNT/data/PATH``: a secret of the KV engine, version 2, of HashiCorp Vault or OpenBao.
 
-The secret holds a JWK or JWK set as text in a field ``jwk``, or the members of a JWK as its fields. Who asks is told by
-the variables that Vault's own tools read; the address is the reference's alone, so that no variable can send a token
-elsewhere.
+The secret holds a JWK or JWK set as text in a field ``jwk``, or the members of a JWK as its fields.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 import re
-from pathlib import Path
 
-from ...errors import KeyAccessError, KeySourceDeniedError, KeySourceUnreachableError
+from ...errors import KeyAccessError
 from .. import strict_json
-from ..secrets import Secret, wipe
 from .fetch import FetchingProvider, only_master, reading
 from .jwk import Jwk, MasterKey, parse_key, parse_keys
 from .lift import QUOTED, lift, restore
-from .local import read_private
-from .net import Deadline, Response, Rules, Url, check_status, parse_url, request
+from .net import Deadline, parse_url
 from .provider import KeyRequest
+from .vault_api import ask, check, find_token, vault_rules
 
 _PATH = re.compile(r"/(?!v1/)[^/]+(?:/[^/]+)*/data(?:/[^/]+)+")
 _VERSION = re.compile(r"version=[1-9][0-9]{0,9}")
-# Printable, and nothing that JSON would have to escape.
-_CREDENTIAL = re.compile(rb"[!#-\[\]-~]+")
-_LOGIN = re.compile(rb'"client_token"[ \t\r\n]*:[ \t\r\n]*"(?P<value>[!#-\[\]-~]{16,8192})"')
 
 
 class VaultProvider(FetchingProvider):
@@ -35,9 +25,7 @@ class VaultProvider(FetchingProvider):
 
     def fetch(self, reference: str, key: KeyRequest) -> MasterKey | None:
         """See :meth:`FetchingProvider.fetch`; ``reference`` is a URL without ``/v1``."""
-        # A CA that only Vault is known by does not vouch for other services, and the other way round.
-        roots = os.environ.get("VAULT_CACERT") or self.rules.tls.ca_file
-        rules = dataclasses.replace(self.rules, tls=dataclasses.replace(self.rules.tls, ca_file=roots))
+        rules = vault_rules(self.rules)
         url = parse_url(reference, rules)
         if not _PATH.fullmatch(url.path) or (url.query and not _VERSION.fullmatch(url.query)):
             raise KeyAccessError(
@@ -45,102 +33,10 @@ class VaultProvider(FetchingProvider):
                 hint="vault:https://HOST:8200/MOUNT/data/PATH, and ?version=N for an old version",
             )
         deadline = Deadline(self.seconds)
-        with _token(url, rules, deadline) as token:
-            response = _ask(url, rules, deadline, {"X-Vault-Token": token})
-        if response.status == 403:
-            raise KeySourceDeniedError(
-                f"{url.source} denies the key (HTTP 403)",
-                hint="the token is wrong or expired, or no policy lets it read",
-            )
-        _check(response, url)
+        with find_token(url, rules, deadline) as token:
+            response = ask(url, rules, deadline, {"X-Vault-Token": token})
+        check(response, url)
         return only_master(reading(response, url, _keys_of), key.kid, url)
-
-
-def _ask(
-    url: Url, rules: Rules, deadline: Deadline, headers: dict[str, str | Secret], body: bytearray | None = None
-) -> Response:
-    # Agents of Vault refuse requests without the first, which a forged request cannot carry.
-    headers = {"X-Vault-Request": "true", **headers}
-    if namespace := os.environ.get("VAULT_NAMESPACE"):
-        headers["X-Vault-Namespace"] = namespace
-    api = dataclasses.replace(url, path=f"/v1{url.path}")
-    return request(api, rules, deadline, method="GET" if body is None else "POST", headers=headers, body=body)
-
-
-def _check(response: Response, url: Url) -> None:
-    if response.status in (501, 503):
-        raise KeySourceUnreachableError(f"{url.source} is sealed or not set up (HTTP {response.status})")
-    if response.status in (472, 473):
-        raise KeySourceUnreachableError(
-            f"{url.source} is a standby (HTTP {response.status})", hint="name the active node"
-        )
-    check_status(response, url)
-
-
-def _token(url: Url, rules: Rules, deadline: Deadline) -> Secret:
-    """The token to ask with: the first that is set of a token, its file, an AppRole, and what ``vault login`` left."""
-    if os.environ.get("VAULT_TOKEN"):
-        return _credential(bytearray(os.environb[b"VAULT_TOKEN"]), "VAULT_TOKEN")
-    if named := os.environ.get("VAULT_TOKEN_FILE"):
-        return _from_file(Path(named), "token file")
-    if role := os.environ.get("VAULT_ROLE_ID"):
-        return _login(role, url, rules, deadline)
-    # Not Path.expanduser, which raises where nobody knows the home folder, and not Path.exists, which may.
-    left = os.path.expanduser("~/.vault-token")
-    if os.path.isabs(left) and os.path.exists(left):
-        return _from_file(Path(left), "token file")
-    raise KeyAccessError(
-        f"{url.source}: there is no token to ask with",
-        hint="set VAULT_TOKEN_FILE, or VAULT_ROLE_ID and VAULT_SECRET_ID_FILE, or VAULT_TOKEN; or log in with vault or bao",
-    )
-
-
-def _from_file(path: Path, what: str) -> Secret:
-    return _credential(read_private(path, what), str(path))
-
-
-def _credential(text: bytearray, where: str) -> Secret:
-    """The one line of a text, as a secret; the text is wiped."""
-    with Secret(text) as whole:
-        line = bytearray(whole.reveal())
-        while line[-1:].isspace():
-            line.pop()
-        credential = Secret(line)
-    if not _CREDENTIAL.fullmatch(credential.reveal()):
-        credential.wipe()
-        raise KeyAccessError(f"{where} does not hold one word of ASCII, which a token or secret id is")
-    return credential
-
-
-def _login(role: str, url: Url, rules: Rules, deadline: Deadline) -> Secret:
-    """A token for an AppRole."""
-    named = os.environ.get("VAULT_SECRET_ID_FILE")
-    if not named:
-        raise KeyAccessError("VAULT_ROLE_ID is set, and VAULT_SECRET_ID_FILE, which goes with it, is not")
-    with _from_file(Path(named), "secret id file") as secret_id:
-        before = b'{"role_id":' + json.dumps(role).encode() + b',"secret_id":"'
-        body = bytearray().join([before, secret_id.reveal(), b'"}'])
-    try:
-        login = dataclasses.replace(url, path="/auth/approle/login", query="")
-        response = _ask(login, rules, deadline, {}, body)
-    finally:
-        wipe(body)
-    if response.status in (400, 403):
-        raise KeySourceDeniedError(f"{url.source} denies the AppRole (HTTP {response.status})")
-    _check(response, url)
-    return reading(response, url, _token_of)
-
-
-def _token_of(body: bytearray) -> Secret:
-    """The token in an answer to a login."""
-    lifted = lift(body, _LOGIN)
-    answer = strict_json.loads(bytes(body), what="answer", scan=True, any_number=True)
-    auth = answer.get("auth") if isinstance(answer, dict) else None
-    token = auth.get("client_token") if isinstance(auth, dict) else None
-    if not isinstance(token, str):
-        raise KeyAccessError("the answer to the login holds no token")
-    # A token of another form passes through a string.
-    return lifted.get(token) or _credential(bytearray(token, "utf-8"), "the answer to the login")
 
 
 def _keys_of(body: bytearray) -> list[Jwk]:
