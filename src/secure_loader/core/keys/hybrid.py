@@ -33,6 +33,7 @@ JWK_ALG = "MLKEM768-X25519"
 SEED_BYTES = 32
 _MLKEM_SEED, _MLKEM_PUBLIC = 64, 1184
 PUBLIC_BYTES = _MLKEM_PUBLIC + 32
+_ANYBODY = X25519PrivateKey.from_private_bytes(bytes(32))
 
 
 def _suite() -> Suite:
@@ -59,10 +60,10 @@ class PublicIdentity:
 
     def _key(self) -> MLKEM768X25519PublicKey:
         try:
-            return MLKEM768X25519PublicKey(
-                MLKEM768PublicKey.from_public_bytes(self.public[:_MLKEM_PUBLIC]),
-                X25519PublicKey.from_public_bytes(self.public[_MLKEM_PUBLIC:]),
-            )
+            point = X25519PublicKey.from_public_bytes(self.public[_MLKEM_PUBLIC:])
+            # A point of low order would give the same secret to everybody; whoever meets one refuses, so here already.
+            _ANYBODY.exchange(point)
+            return MLKEM768X25519PublicKey(MLKEM768PublicKey.from_public_bytes(self.public[:_MLKEM_PUBLIC]), point)
         except ValueError:
             raise KeyAccessError(f"key {self.kid!r} is not a public key of {JWK_ALG}") from None
 
