@@ -112,6 +112,11 @@ def good() -> Iterator[Case]:
     f = single()
     f.files["extra.safetensors"] = len(b"{}      ").to_bytes(8, "little") + b"{}      "
     yield case("ok-plain-file", "success", "a plain safetensors file, vouched for as a whole", f.sealed(), tensors=ONE)
+    signed_twice = single().sealed() | {"model.sig": b"{}"}
+    yield case("ok-model-sig", "success", "a signature for other tools beside the manifest", signed_twice, tensors=ONE)
+    f = single()
+    f.files["model.sig"] = b"{}"
+    yield case("ok-model-sig-listed", "success", "one that the manifest lists, as any file", f.sealed(), tensors=ONE)
     indented = single().files | {MANIFEST: json.dumps(json.loads(single().sealed()[MANIFEST]), indent=1).encode()}
     yield case("ok-jws-indented", "success", "white space between the members of the JWS", indented, tensors=ONE)
     yield case(
@@ -143,9 +148,14 @@ def files() -> Iterator[Case]:
         "adapter_model.safetensors",
         "code/__init__.py",
         "sub/secure_manifest.json",
+        "sub/model.sig",
     ):
         label = name.replace("/", "-").replace("_", "-").split(".")[0]
         yield case(f"extra-{label}", MANIFEST_ERROR, f"{name} added", sealed | {name: b"import os\n"})
+    f = single()
+    f.files["model.sig"] = b"{}"
+    changed = f.sealed() | {"model.sig": b"{ }"}
+    yield case("changed-model-sig", MANIFEST_ERROR, "a listed model.sig is altered", changed)
     auto_map = sealed | {"config.json": b'{"auto_map":{"AutoModel":"evil.Model"}}\n'}
     yield case("auto-map", MANIFEST_ERROR, "auto_map added to config.json", auto_map)
 

@@ -24,6 +24,7 @@ from .naive_json import (
 from .naive_writer import sign
 
 MANIFEST = "secure_manifest.json"
+MODEL_SIGNATURE = "model.sig"
 TYP = "secure-loader-manifest+jws"
 INDEXES = ("model.safetensors.index.secure.json", "model.safetensors.index.json")
 SINGLES = ("model.secure.safetensors", "model.safetensors")
@@ -96,6 +97,8 @@ def read_folder(files: dict[str, bytes], keys: list[dict], trust: list[dict], *,
     doc = parse(files.pop(MANIFEST), trust)
     if doc["release"] < floor:
         raise RollbackError(f"release {doc['release']} is older than {floor}")
+    if MODEL_SIGNATURE not in doc["files"]:
+        files.pop(MODEL_SIGNATURE, None)
     if set(files) != set(doc["files"]):
         raise ManifestError(f"missing or extra: {sorted(set(files) ^ set(doc['files']))}")
     for path, entry in doc["files"].items():
