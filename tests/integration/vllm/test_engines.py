@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from secure_loader.core.keys.hybrid import Identity
+from secure_loader.core.keys.jwk import b64url
+from secure_loader.core.secrets import Secret
 from tests import models
+from tests.integration.keys.openbao import OpenBao, running
 from tests.integration.vllm import engine_runs
-from tests.integration.vllm.publisher import Publisher
+from tests.integration.vllm.publisher import Publisher, write_key
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -43,11 +48,41 @@ def _adapter(folder: Path, hidden: int = 128) -> Path:
 
 
 @pytest.fixture(scope="module")
+def openbao(tmp_path_factory: pytest.TempPathFactory, publisher: Publisher) -> Iterator[OpenBao]:
+    """A key service that has the master key at ``secret/models/served``."""
+    with running(tmp_path_factory.mktemp("openbao")) as server:
+        server.put("models/served", publisher.master.document())
+        policy = 'path "secret/data/models/*" { capabilities = ["read"] }'
+        server.do("POST", "sys/policies/acl/models", {"policy": policy})
+        yield server
+
+
+def _by_reference(folder: Path, secure: Path, publisher: Publisher, openbao: OpenBao) -> dict[str, dict[str, Any]]:
+    """The same model with its key from a service, and one that was encrypted for an identity."""
+    identity = Identity("server-id", Secret(bytes(range(32))))
+    private, public, token = folder / "server.id.jwk", folder / "server.jwk", folder / "token"
+    write_key(private, identity.document(b64url))
+    write_key(public, identity.public().document(b64url))
+    token.touch(0o600)
+    token.write_text(openbao.token("models"))
+    for_server = publisher.publish(folder / "qwen3-shards", folder / "for-server", recipients=[str(public)])
+    vault = {
+        "keys": f"vault:https://127.0.0.1:{openbao.port}/secret/data/models/served",
+        "key_private_hosts": ["127.0.0.1"],
+    }
+    return {
+        "vault": {"llm": {"model": str(secure), "model_loader_extra_config": vault}, "reload": True},
+        "identity": {"llm": {"model": str(for_server), "model_loader_extra_config": {"keys": str(private)}}},
+    }
+
+
+@pytest.fixture(scope="module")
 def results(
     tmp_path_factory: pytest.TempPathFactory,
     publisher: Publisher,
     minilm: Path,
     engine_environment: dict[str, str],
+    openbao: OpenBao,
 ) -> dict[str, Any]:
     """Every engine run of this module, in one process."""
     folder = tmp_path_factory.mktemp("engines")
@@ -80,7 +115,10 @@ def results(
     jobs["minilm auto"] = embedding
     secure_minilm = str(publisher.publish(minilm, folder / "minilm-secure"))
     jobs["minilm secure"] = embedding | {"llm": {"model": secure_minilm, "load_format": "secure", "runner": "pooling"}}
-    return engine_runs.run(jobs, folder, engine_environment)
+    for name, job in _by_reference(folder, secure, publisher, openbao).items():
+        jobs[name] = job | {"llm": job["llm"] | {"load_format": "secure"}}
+    vault = {"VAULT_CACERT": str(openbao.authority), "VAULT_TOKEN_FILE": str(folder / "token")}
+    return engine_runs.run(jobs, folder, engine_environment | vault)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -96,6 +134,16 @@ def test_reload_weights(results, name):
 def test_eager_is_the_same(results):
     assert results["qwen3-shards eager"]["first"] == results["qwen3-shards auto"]["first"]
     assert results["qwen3-shards eager"]["reloaded"] == results["qwen3-shards auto"]["first"]
+
+
+@pytest.mark.parametrize("way", ["vault", "identity"])
+def test_keys_by_reference(results, publisher, way):
+    assert results[way].get("first") == results["qwen3-shards auto"]["first"]
+    assert publisher.master.document()["k"] not in results["log"]
+
+
+def test_a_key_service_is_asked_again_for_a_reload(results):
+    assert results["vault"]["reloaded"] == results["qwen3-shards auto"]["first"]
 
 
 def test_embeddings_are_the_same(results):
