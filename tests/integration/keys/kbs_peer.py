@@ -206,6 +206,7 @@ class Peer:
 
             def setup(self) -> None:
                 self.request.settimeout(10)
+                self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if peer._context is not None:
                     self.request = peer._context.wrap_socket(self.request, server_side=True)
                 super().setup()

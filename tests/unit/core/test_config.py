@@ -31,7 +31,7 @@ def test_defaults_are_the_strict_ones():
     assert config == LoaderConfig()
     assert (config.integrity, config.clear_tensors, config.keys, config.trust) == ("tags", "map", None, None)
     lax = [f.name for f in dataclasses.fields(config) if f.name.startswith(("insecure_", "allow_"))]
-    assert len(lax) == 5
+    assert len(lax) == 6
     assert not any(getattr(config, name) for name in lax)
 
 
