@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import gzip
+import hashlib
 import ipaddress
 import json
 import socket
@@ -72,6 +73,17 @@ class Authority:
         self.file = folder / f"{name}.pem"
         self.file.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
         self.file.chmod(0o644)
+
+    def openssl_hash(self) -> int:
+        """What ``openssl x509 -hash`` prints: OpenSSL looks for a root under that name in its folder.
+
+        SHA-1 of the subject in a canonical form (X509_NAME_hash): without the outer sequence, text in UTF-8 and lower case.
+        """
+        text = self._name.lower().encode()
+        attribute = bytes.fromhex("0603550403") + b"\x0c" + bytes([len(text)]) + text
+        sequence = b"\x30" + bytes([len(attribute)]) + attribute
+        digest = hashlib.sha1(b"\x31" + bytes([len(sequence)]) + sequence).digest()
+        return int.from_bytes(digest[:4], "little")
 
     def issue(
         self,

@@ -153,6 +153,21 @@ def test_system_roots_are_the_default(monkeypatch, authority, localhost, setting
         assert len(server.calls) == 1, "nothing was asked of the one that was not believed"
 
 
+def test_a_folder_of_system_roots_is_looked_into_when_one_is_needed(
+    tmp_path, monkeypatch, authority, localhost, settings
+):
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+    for number in range(16):
+        (tmp_path / f"{number:08x}.0").write_bytes(localhost.certificate.read_bytes())
+    assert not tls.Tls().context().cert_store_stats()["x509"], "nothing is read before it is needed"
+    with serving(localhost, answer(key_set(KEY))) as server:
+        with pytest.raises(KeySourceUnreachableError, match="certificate is refused: unable to get local issuer"):
+            resolve(server, settings(key_ca_file=None))
+        (tmp_path / f"{authority.openssl_hash():08x}.0").write_bytes(authority.file.read_bytes())
+        assert resolve(server, settings(key_ca_file=None)) is not None
+
+
 def test_a_pinned_authority_counts_alone(tmp_path, monkeypatch, authority, localhost, settings):
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
     other = Authority(tmp_path, "other")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import ssl
 import stat
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from ..source import FileSource
 from .local import MAX_KEY_FILE, read_private
 
 _MAX_PEM = 16 * MAX_KEY_FILE
+# A folder with a certificate or two of somebody's own is not where the system keeps its roots.
+_HASHED, _MIN_HASHED = re.compile(r"[0-9a-f]{8}\.[0-9]+"), 16
 # SSL_OP_CLEANSE_PLAINTEXT of OpenSSL 3: overwrite what was received, once it was read. Python has no name for it.
 _CLEANSE_PLAINTEXT = 1 << 1
 
@@ -48,7 +51,7 @@ class Tls:
         context.set_alpn_protocols(["http/1.1"])
         context.options |= _CLEANSE_PLAINTEXT
         if self.ca_file is None:
-            context.load_default_certs()
+            _load_system_roots(context)
         else:
             # What is pinned may be the certificate of an intermediate authority, or of the server itself.
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -86,6 +89,26 @@ def _unnamed(text: bytearray) -> Iterator[str]:
     finally:
         os.pwrite(fd, bytes(len(text)), 0)
         os.close(fd)
+
+
+def _load_system_roots(context: ssl.SSLContext) -> None:
+    """What the system trusts, as OpenSSL finds it; a folder of roots by hash is looked into when one is needed.
+
+    Reading all of them, of which one is used, takes 20 ms.
+    """
+    paths = ssl.get_default_verify_paths()
+    folders = os.environ.get(paths.openssl_capath_env) or paths.openssl_capath
+    if os.environ.get(paths.openssl_cafile_env) or not any(map(_is_hashed, folders.split(os.pathsep))):
+        context.load_default_certs()
+    else:
+        context.load_verify_locations(capath=folders)
+
+
+def _is_hashed(folder: str) -> bool:
+    try:
+        return sum(_HASHED.fullmatch(name) is not None for name in os.listdir(folder)) >= _MIN_HASHED
+    except OSError:
+        return False
 
 
 def _load(context: ssl.SSLContext, roots: str, path: str) -> None:
