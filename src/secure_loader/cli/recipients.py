@@ -57,11 +57,7 @@ def show(args: Arguments, out: Output) -> None:
 
 def add(args: Arguments, out: Output) -> None:
     """``recipients add FILE``."""
-    stdin = args.file == "-"
-    data = sys.stdin.buffer.read(recipients.MAX_PUBLIC_FILE + 1) if stdin else _read(args.file)
-    if len(data) > recipients.MAX_PUBLIC_FILE:
-        raise ConfigError(f"standard input holds more than {recipients.MAX_PUBLIC_FILE:,} bytes")
-    public = recipients.parse_public(data, "standard input" if stdin else args.file)
+    public = recipients.parse_public(_read(args.file), "standard input" if args.file == "-" else args.file)
     path = recipients.add(public, _name(args.name, public, args.file), force=args.force)
     row = _row(path, public)
     out.result(
@@ -90,7 +86,12 @@ def export(args: Arguments, out: Output) -> None:
 
 
 def _read(file: str) -> bytes:
-    return read_small_file(file, recipients.MAX_PUBLIC_FILE)
+    if file != "-":
+        return read_small_file(file, recipients.MAX_PUBLIC_FILE)
+    data = sys.stdin.buffer.read(recipients.MAX_PUBLIC_FILE + 1)
+    if len(data) > recipients.MAX_PUBLIC_FILE:
+        raise ConfigError(f"standard input holds more than {recipients.MAX_PUBLIC_FILE:,} bytes")
+    return data
 
 
 def _row(path: Path, public: PublicIdentity) -> dict[str, Any]:

@@ -103,10 +103,12 @@ def _pick(keys: list[Jwk], request: KeyRequest) -> Unwrapper | None:
 
 def _open_for(keys: list[Jwk], request: KeyRequest) -> Unwrapper | None:
     """The master key as it is wrapped for one of our identities, if it is."""
-    mine = {k.kid: k for k in keys if isinstance(k, Identity)}
     for entry in request.recipients:
-        if entry.alg == ALG and entry.kid in mine:
-            secret = mine[entry.kid].unwrap(entry, request.context())
+        mine = [k for k in keys if isinstance(k, Identity) and (ALG, k.kid) == entry.name]
+        if any(k.secret.reveal() != mine[0].secret.reveal() for k in mine):
+            raise KeyAccessError(f"two different keys go by the kid {entry.kid!r}", hint="rename or remove one of them")
+        if mine:
+            secret = mine[0].unwrap(entry, request.context())
             return LocalUnwrapper(MasterKey(request.kid, request.algorithm, secret), request)
     return None
 

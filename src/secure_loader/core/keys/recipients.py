@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...config import LoaderConfig
-from ...errors import ConfigError, FormatError, KeyAccessError, MissingFileError, SourceError, WriteError
+from ...errors import ConfigError, FormatError, KeyAccessError, SourceError, WriteError
 from ..aead import ALGORITHMS
 from ..atomic import write_bytes
-from ..home import home, keys_dir, private_folder, recipients_dir, refuse_foreign
+from ..home import default_key_sources, home, keys_dir, private_folder, recipients_dir, refuse_foreign
 from ..recipient import Recipient, WrapContext, check_recipients
 from ..secrets import Secret, looks_like_key
-from ..source import read_small_file
+from ..source import FileSource
 from ..trust_files import check_name
 from .hybrid import ALG, Identity, PublicIdentity
-from .jwk import MasterKey, b64url, parse_keys
-from .local import key_files, read_keys
+from .jwk import MasterKey, b64url
+from .local import key_files, parse, read_keys
 from .provider import provider, split_reference
 from .wrapping import WrappingProvider
 
@@ -94,12 +94,18 @@ def listed(entries: Iterable[Recipient]) -> tuple[Recipient, ...]:
 
 
 def known(config: LoaderConfig | None = None) -> dict[tuple[str, str], Target]:
-    """Everybody who can be wrapped for without being named: known identities, our own, and services among our key sources."""
-    found = {}
+    """Everybody who can be wrapped for without being named: known identities, our own, and services among our key sources.
+
+    Raises:
+        ConfigError: Two different identities of one name: whom a file means cannot be told.
+        KeyAccessError, SourceError: A key file that cannot be used.
+    """
+    found: dict[tuple[str, str], Target] = {}
     for public in [*(public for _, public in identities()), *_own()]:
-        found[ALG, public.kid] = Target((ALG, public.kid), public)
+        if found.setdefault((ALG, public.kid), Target((ALG, public.kid), public)).who != public:
+            raise _two(public.kid)
     settings = config or LoaderConfig()
-    for reference in settings.keys or ():
+    for reference in default_key_sources() if settings.keys is None else settings.keys:
         service = _service(reference, settings)
         if service is not None:
             found[service.name] = service
@@ -113,8 +119,17 @@ def identities() -> Iterator[tuple[Path, PublicIdentity]]:
         ConfigError: Others could have put one there.
         KeyAccessError: A file that holds no public identity.
     """
-    for path in sorted(recipients_dir().glob(f"*{SUFFIX}")):
+    for path in _files():
         yield path, read_public(path)
+
+
+def _files() -> list[Path]:
+    """Files in the ``recipients`` folder. Raises ConfigError where others could exchange them."""
+    folder = recipients_dir()
+    if not folder.is_dir():
+        return []
+    refuse_foreign(folder.stat(), folder, "folder of recipients")
+    return sorted(folder.glob(f"*{SUFFIX}"))
 
 
 def read_public(path: Path) -> PublicIdentity:
@@ -125,19 +140,18 @@ def read_public(path: Path) -> PublicIdentity:
         KeyAccessError: It holds something else.
         MissingFileError, SourceError: It cannot be read.
     """
-    try:
-        info = path.stat()
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=path) from None
-    except OSError as e:
-        raise SourceError(f"cannot be read: {e.strerror}", path=path) from None
-    refuse_foreign(info, path, "recipient's key")
-    return parse_public(read_small_file(str(path), MAX_PUBLIC_FILE), str(path))
+    with FileSource(path) as source:
+        refuse_foreign(os.fstat(source.fileno()), path, "recipient's key")
+        if source.size > MAX_PUBLIC_FILE:
+            raise SourceError(f"is {source.size:,} bytes long; at most {MAX_PUBLIC_FILE:,} are allowed", path=path)
+        return parse_public(source.read(0, source.size), str(path))
 
 
 def parse_public(data: bytes, where: str) -> PublicIdentity:
     """The public identity in a JWK. Raises KeyAccessError."""
-    keys = parse_keys(data, where)
+    text = bytearray(data)
+    del data  # a private one may stand there by mistake; crash reporters show local variables
+    keys = parse(text, where)
     if len(keys) != 1 or not isinstance(keys[0], PublicIdentity):
         private = any(isinstance(k, Identity) for k in keys)
         raise KeyAccessError(
@@ -153,10 +167,14 @@ def add(public: PublicIdentity, name: str, *, force: bool = False) -> Path:
     """Remember somebody's public identity under a name.
 
     Raises:
-        ConfigError: A bad name.
+        ConfigError: A bad name, or somebody else's key has the same kid, by which files name it.
         WriteError: There is one of that name, or it cannot be written.
+        KeyAccessError, SourceError: Another file of the folder cannot be used.
     """
     path = recipient_file(name)
+    for other in _files():
+        if other != path and (there := read_public(other)).kid == public.kid and there != public:
+            raise _two(public.kid)
     if path.exists() and not force:
         raise WriteError(f"there is a recipient named {name!r}", path=path, hint="take another --name, or say --force")
     private_folder(home())
@@ -185,6 +203,13 @@ def unknown(name: str) -> ConfigError:
     return ConfigError(f"there is no recipient {name!r}", hint="see secure-loader recipients list")
 
 
+def _two(kid: str) -> ConfigError:
+    return ConfigError(
+        f"two different identities go by the kid {kid!r}",
+        hint="ask both for their thumbprints, and remove the wrong one: secure-loader recipients list",
+    )
+
+
 def document_bytes(public: PublicIdentity) -> bytes:
     """The public JWK: what is given to those who shall encrypt for it."""
     return json.dumps(public.document(b64url), indent=2).encode() + b"\n"
@@ -206,9 +231,10 @@ def _target(who: str, config: LoaderConfig) -> Target:
     if split_reference(who)[0] != "file":
         raise ConfigError(f"a {split_reference(who)[0]}: reference brings keys, and wraps none", hint="docs/keys.md")
     path = recipients_dir() / f"{who}{SUFFIX}"
-    if "/" in who or not path.exists():
-        path = Path(who).expanduser()
-        if not path.exists():
+    # os.path: it takes whatever cannot be a path for one that does not exist.
+    if "/" in who or path not in _files():
+        path = Path(os.path.expanduser(who))
+        if not os.path.exists(path):
             raise ConfigError(
                 f"there is no recipient {who!r}",
                 hint="see secure-loader recipients list; or give the path of a public identity, or SCHEME:WHERE (docs/keys.md)",
