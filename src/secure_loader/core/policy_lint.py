@@ -18,7 +18,8 @@ from typing import Any
 from .. import __version__
 from ..errors import ConfigError, FormatError, PolicyDeniedError
 from . import strict_json
-from .policy import is_trivial
+from .envelope import Policy
+from .policy import default_policy, is_trivial
 from .policy_engine import MAX_POLICY, RULE, decide, examine
 from .policy_input import declared, hides_environment, time_of
 from .source import read_small_file
@@ -164,6 +165,49 @@ def publishable(path: str | os.PathLike[str]) -> str:
                 hint=f"see: secure-loader policy test {os.fspath(path)}",
             )
     return text
+
+
+def carried(path: str | os.PathLike[str]) -> str:
+    """The text of a policy file that is fit to be carried for a key broker, who evaluates it: it parses, and denies by default.
+
+    Its package is ``policy``, as Trustee has it, or ``model``. What it may use, and what it is told, is the broker's business.
+
+    Raises:
+        ConfigError: It is not.
+        SourceError: Not readable.
+    """
+    text = read_policy(path)
+    if is_trivial(text):
+        return text
+    try:
+        facts = examine(text)
+        if facts.package not in ("policy", "model"):
+            raise ConfigError(f"the policy is in package {facts.package}; brokers take policy")
+        if facts.default is not False:
+            raise ConfigError("the policy does not deny by default", hint="write: default allow := false")
+    except ConfigError as e:
+        raise ConfigError(e.message, hint=e.hint, path=path) from None
+    return text
+
+
+def chosen(
+    local: str | os.PathLike[str] | None, remote: str | os.PathLike[str] | None, otherwise: Policy | None = None
+) -> Policy:
+    """The policies to embed.
+
+    Args:
+        local: A file for :func:`publishable`, or None.
+        remote: A file for :func:`carried`, or None.
+        otherwise: What to take for None; None allows.
+
+    Raises:
+        ConfigError: One is not fit.
+        SourceError: Not readable.
+    """
+    otherwise = otherwise or default_policy()
+    return Policy(
+        otherwise.local if local is None else publishable(local), otherwise.remote if remote is None else carried(remote)
+    )
 
 
 def sample_input(text: str) -> dict[str, Any]:

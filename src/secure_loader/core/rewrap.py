@@ -21,6 +21,7 @@ from .checkpoint import Checkpoint
 from .copying import copy_file, copy_range
 from .keys.jwk import MasterKey, SigningKey
 from .keys.provider import key_check_value
+from .policy_lint import chosen
 from .rekey import Change
 from .report import Advance, progress_bar
 from .seal import Publication
@@ -38,13 +39,15 @@ def rewrap_model(
     new_key: bool = False,
     recipients: Sequence[str] = (),
     remove: Sequence[str] = (),
+    policy: str | os.PathLike[str] | None = None,
+    remote_policy: str | os.PathLike[str] | None = None,
     signing_key: str | SigningKey | None = None,
     keys: KeySources | None = None,
     trust: TrustSources | None = None,
     release: int | None = None,
     progress: bool | None = None,
 ) -> ModelReport:
-    """Put a model folder under another master key, or change for whom it is wrapped, and sign it again.
+    """Put a model folder under another master key, change for whom it is wrapped or its policies, and sign it again.
 
     The folder is rebuilt beside itself, sharing blocks where the file system can, and swapped in when complete; until
     then the old one stays as it is. Tensor bytes are not decrypted.
@@ -56,6 +59,9 @@ def rewrap_model(
         new_key: Make a new master key, that nobody keeps but the recipients.
         recipients: Who can open it from now on besides those who can, as for :func:`core.writer.encrypt_model`.
         remove: Names of recipients who cannot any more.
+        policy: A file with a new local policy, as for :func:`core.writer.encrypt_model`; None keeps the old one, which is not
+            asked where ``signing_key`` is the one that signed it.
+        remote_policy: Likewise, for the key broker.
         signing_key: Who signs from now on.
         keys: Where the old master key is.
         trust: Whom to trust with the old signature.
@@ -70,7 +76,8 @@ def rewrap_model(
     folder = Path(path).absolute()
     if new_key and key is not None:
         raise ConfigError("a new master key and the name of one exclude each other")
-    checkpoint = Checkpoint(folder, Session(keys=keys, trust=trust))
+    signing = resolve_signing(signing_key, key)
+    checkpoint = Checkpoint(folder, Session(keys=keys, trust=trust, publisher=signing.verify_key()))
     manifest = checkpoint.manifest
     if manifest is None:
         raise ConfigError("is not an encrypted folder", path=folder)
@@ -78,14 +85,16 @@ def rewrap_model(
     # One shard speaks for all: they share the master key.
     file = checkpoint.open(shards[0])
     with file.source:
+        policies = chosen(policy, remote_policy, file.envelope.policy if file.envelope else None)
         master, entries = Change(key, new_key, tuple(recipients), tuple(remove)).apply(file, checkpoint.session)
     publication = Publication(
         master=master,
-        signing=resolve_signing(signing_key, key),
+        signing=signing,
         model_id=manifest.model_id,
         release=manifest.release if release is None else release,
         created=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         recipients=entries,
+        policy=policies,
     )
     # What signs the old folder would be a bad signature in the new one.
     left_out = sorted(n for n in {*manifest.files, *mf.list_files(folder)} if is_signature(n))
@@ -170,6 +179,7 @@ def rewrap_file(file: TensorFile, target: Path, publication: Publication, sessio
         envelope,
         records=records,
         profile=profile,
+        policy=publication.policy,
         enc=env.KeyHint(publication.master.kid, publication.algorithm.name, "oct"),
         sign=env.KeyHint(publication.signing.kid, "ed25519", "okp"),
     )

@@ -25,8 +25,7 @@ from .keys.jwk import MasterKey, SigningKey
 from .keys.local import find_master_key, find_signing_key
 from .keys.provider import key_check_value
 from .keys.recipients import one_time_key, targets, wrap_for
-from .policy import default_policy
-from .policy_lint import publishable
+from .policy_lint import chosen
 from .report import Advance, progress_bar
 from .seal import PlainTensor, Publication, write_file
 from .source import FileSource, read_header
@@ -98,6 +97,7 @@ def encrypt_model(
     exclude: Sequence[str] = (),
     keep_names: bool = False,
     policy: str | os.PathLike[str] | None = None,
+    remote_policy: str | os.PathLike[str] | None = None,
     recipients: Sequence[str] = (),
     force: bool = False,
     progress: bool | None = None,
@@ -122,6 +122,7 @@ def encrypt_model(
         keep_names: Keep ``model.safetensors`` instead of upstream's variant ``model.secure.safetensors``. Readers that
             do not know encryption then find the file and load noise.
         policy: A file with the local Rego policy, which is linted, and tested with the cases beside it; None allows.
+        remote_policy: A file with a Rego policy that is carried for the key broker; None allows.
         recipients: Whom to wrap the master key for: names of known identities, paths of public ones, references of services'
             keys (:func:`core.keys.recipients.targets`). They load the model without having the master key.
         force: Replace a model folder at ``dst``.
@@ -147,7 +148,7 @@ def encrypt_model(
         release=release,
         version=version,
         chunk_size=chunk_size,
-        policy=default_policy() if policy is None else replace(default_policy(), local=publishable(policy)),
+        policy=chosen(policy, remote_policy),
     )
     check_apart(source, target)
     plan = survey(source, keep_names=keep_names)
@@ -162,7 +163,7 @@ def encrypt_model(
             key_check_value(publication.master.secret, b"resume").hex(),
             publication.signing.verify_key().thumbprint(),
         ],
-        "settings": [publication.model_id, release, version, chunk_size, keep_names, publication.policy.local],
+        "settings": [publication.model_id, release, version, chunk_size, keep_names, publication.policy.local, publication.policy.remote],
         "recipients": [target.name for target in for_whom],
         "sealed": hashlib.sha256("\0".join(sorted(sealed)).encode()).hexdigest(),
     }
