@@ -329,12 +329,7 @@ def _encrypt(commands: _Commands) -> None:
         help="keep model.safetensors instead of model.secure.safetensors; readers that do not know encryption then "
         "load noise instead of finding nothing",
     )
-    p.add_argument(
-        "--policy",
-        metavar="FILE",
-        help="embed the Rego policy of FILE, which decides on the user's machine whether the model loads; it is linted, and "
-        "tested with the cases beside it (default: it loads)",
-    )
+    _policies(p, "it loads")
     _force_folder(p)
 
 
@@ -445,6 +440,7 @@ def _rewrap(commands: _Commands) -> None:
         default=[],
         help="a recipient, as in inspect, who shall not open it any more; may be repeated",
     )
+    _policies(p, "the policy it has")
     p.add_argument("--release", metavar="N", type=int, help="the new release (default: as it is)")
     _keys(p, "where the old master key is")
     _trusting(p)
@@ -535,6 +531,18 @@ def _config(commands: _Commands) -> None:
 
 def _models(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--model", metavar="PATTERN", action="append", dest="models", help=f"{text}; may be repeated")
+
+
+def _policies(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--policy",
+        metavar="FILE",
+        help="embed the Rego policy of FILE, which decides on the user's machine whether the model loads; it is linted, and "
+        f"tested with the cases beside it (default: {default})",
+    )
+    parser.add_argument(
+        "--remote-policy", metavar="FILE", help="carry the Rego policy of FILE for the key broker, who enforces it"
+    )
 
 
 def _for_whom(parser: argparse.ArgumentParser, text: str) -> None:
