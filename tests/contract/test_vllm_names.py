@@ -93,6 +93,7 @@ def test_weight_utils():
 
 
 def test_what_the_guards_replace():
+    from transformers import dynamic_module_utils
     from vllm.engine.arg_utils import EngineArgs
     from vllm.lora import lora_model
     from vllm.lora.worker_manager import WorkerLoRAManager
@@ -102,6 +103,8 @@ def test_what_the_guards_replace():
     assert "create_engine_config" in vars(EngineArgs)
     fields = {field.name for field in dataclasses.fields(EngineArgs)}
     assert {"model", "revision", "load_format", "model_loader_extra_config"} <= fields
+    assert {"trust_remote_code", "tokenizer", "tokenizer_revision", "hf_config_path"} <= fields
+    assert "get_cached_module_file(" in inspect.getsource(dynamic_module_utils.get_class_from_dynamic_module)
     for loader in (DefaultModelLoader, RunaiModelStreamerLoader):
         assert "_prepare_weights" in vars(loader)
         assert "self._prepare_weights(" in inspect.getsource(loader._get_weights_iterator)

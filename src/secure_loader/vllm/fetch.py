@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader import weight_utils
 from vllm.transformers_utils.repo_utils import hf_api
 
 from ..core import manifest as mf
+from ..core import oms_check
 from ..core.checkpoint import Checkpoint
 from ..core.rollback import check_release
 from ..core.session import Session
@@ -55,15 +56,18 @@ class Model:
             folder, partial = self._snapshot([mf.MANIFEST]), True
             if (folder / mf.MANIFEST).exists():
                 manifest, _ = mf.read(folder, session.trust)
-                folder = self._snapshot([mf.MANIFEST, *map(glob.escape, _small(manifest)), *_shards(manifest)])
+                folder = self._snapshot([*_small(manifest), *_shards(manifest)])
             elif session.config.insecure_allow_plaintext or session.config.insecure_allow_legacy:
                 folder = self._snapshot(_PLAIN_CHECKPOINT)
         return Checkpoint(folder, session, partial=partial)
 
-    def verify_settings(self, session: Session) -> None:
+    def verify_settings(self, session: Session) -> tuple[Path, mf.Manifest | None]:
         """Verify the manifest, and the files that vLLM reads before any weight: config, tokenizer, code, templates.
 
         Shards need not be there yet. A folder without manifest passes where the settings allow that.
+
+        Returns:
+            The folder and its manifest, or None.
 
         Raises:
             OfflineError: It is neither here nor may be fetched.
@@ -74,13 +78,16 @@ class Model:
             folder, partial = self._snapshot([mf.MANIFEST]), True
         unsigned_allowed = session.config.insecure_allow_legacy or session.config.insecure_allow_plaintext
         if unsigned_allowed and not (folder / mf.MANIFEST).exists():
-            return
+            return folder, None
         manifest, signer = mf.read(folder, session.trust)
         check_release(manifest.model_id, signer.key.thumbprint(), manifest.release)
         if self._local()[0] is None:
-            folder = self._snapshot([mf.MANIFEST, *map(glob.escape, _small(manifest))])
+            folder = self._snapshot(_small(manifest))
         here = {n: e for n, e in manifest.files.items() if e.sha256 is not None or (folder / n).exists()}
         mf.check_files(folder, replace(manifest, files=here), partial=partial)
+        absent = [n for n, e in manifest.files.items() if e.sha256 is None or (partial and not mf.is_needed(n, e))]
+        oms_check.check(folder, session.config, manifest, may_lack=absent)
+        return folder, manifest
 
     def _local(self) -> tuple[Path | None, bool]:
         """The folder, where it is one, and whether it may hold only part of the model."""
@@ -122,7 +129,9 @@ def is_snapshot(folder: Path) -> bool:
 
 
 def _small(manifest: mf.Manifest) -> list[str]:
-    return [name for name, entry in manifest.files.items() if entry.sha256 is not None]
+    """Patterns of everything but shards, and of ``model.sig``, which no manifest lists and not every model has."""
+    small = [glob.escape(name) for name, entry in manifest.files.items() if entry.sha256 is not None]
+    return [mf.MANIFEST, mf.MODEL_SIGNATURE, *small]
 
 
 def _shards(manifest: mf.Manifest) -> list[str]:

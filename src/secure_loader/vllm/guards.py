@@ -11,6 +11,8 @@ changed name                                     why
                                                  at once instead of a minute later
 ``DefaultModelLoader._prepare_weights``,         no stock format hands out ciphertext as weights
 ``RunaiModelStreamerLoader._prepare_weights``
+``dynamic_module_utils.get_cached_module_file``  of Transformers: with ``trust_remote_code``, only code of a signed folder
+                                                 runs, wherever a config says that it is
 ``lora_model.safetensors``                       encrypted adapters: LoRA files do not go through load formats
 ``WorkerLoRAManager.__init__``                   adapters of a ``secure`` model are opened with its settings, and must
                                                  be encrypted as well
@@ -33,8 +35,8 @@ from ..core.archive import Archive
 from ..core.checkpoint import Checkpoint
 from ..core.session import Session
 from ..core.source import FileSource, read_header
-from ..errors import EncryptedFileError, NotEncryptedError, SecureLoaderError
-from . import LOAD_FORMAT
+from ..errors import EncryptedFileError, ManifestError, NotEncryptedError, SecureLoaderError
+from . import LOAD_FORMAT, code
 from .fetch import Model, is_snapshot
 from .options import LoaderOptions
 
@@ -50,6 +52,7 @@ _adapter_options: ContextVar[LoaderOptions | None] = ContextVar("secure_loader_a
 
 def install() -> None:
     """Make all changes; those that are made already are left alone."""
+    from transformers import dynamic_module_utils
     from vllm.engine.arg_utils import EngineArgs
     from vllm.lora import lora_model
     from vllm.lora.worker_manager import WorkerLoRAManager
@@ -57,6 +60,7 @@ def install() -> None:
     from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
 
     _wrap(EngineArgs, "create_engine_config", _verifying_first)
+    _wrap(dynamic_module_utils, "get_cached_module_file", code.verifying)
     _wrap(DefaultModelLoader, "_prepare_weights", _refusing_encrypted)
     _wrap(RunaiModelStreamerLoader, "_prepare_weights", _refusing_encrypted)
     _wrap(WorkerLoRAManager, "__init__", _securing_adapters)
@@ -94,11 +98,30 @@ def check_engine_args(args: Any) -> None:
     load_format = str(args.load_format).lower()
     if load_format == LOAD_FORMAT:
         session = Session(config=LoaderOptions.parse(args.model_loader_extra_config).config)
+        code.guard(session.config, args.model)
         if "://" not in args.model:  # object storage: vLLM itself says that this load format cannot
             # Config and tokenizer come from the Hub's own cache, whatever download_dir says for weights.
-            Model(args.model, args.revision).verify_settings(session)
-    elif load_format in _READS_SAFETENSORS and Path(args.model).is_dir():
+            folder, manifest = Model(args.model, args.revision).verify_settings(session)
+            if manifest is None and args.trust_remote_code:
+                raise ManifestError(
+                    f"has no {mf.MANIFEST}; code that nobody signed does not run under --load-format secure",
+                    path=args.model,
+                    hint="drop --trust-remote-code, or encrypt the folder",
+                )
+            _pin(args, folder)
+        return
+    code.allow(args.model, args.tokenizer)
+    if load_format in _READS_SAFETENSORS and Path(args.model).is_dir():
         refuse_encrypted(sorted(str(path) for path in Path(args.model).glob("*.safetensors")))
+
+
+def _pin(args: Any, folder: Path) -> None:
+    """Have vLLM read the very commit that was verified, whatever a branch of the repository says a moment later."""
+    if Path(args.model).is_dir() or not is_snapshot(folder) or args.hf_config_path is not None:
+        return  # a config elsewhere would be looked up by the same revision
+    if args.tokenizer not in (None, args.model) and args.tokenizer_revision is None:
+        args.tokenizer_revision = args.revision or "main"  # so would a tokenizer elsewhere
+    args.revision = folder.name
 
 
 def _refusing_encrypted(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ from ..core.session import Session
 from ..core.source import read_small_file
 from ..core.tensors import framework
 from ..errors import ConfigError, EncryptedFileError, FormatError, MissingFileError
+from . import code
 from .fetch import Model
 from .lazy import LazyTensor
 from .options import LoaderOptions
@@ -66,6 +67,7 @@ class SecureModelLoader(DefaultModelLoader):
 
     def __init__(self, load_config: LoadConfig) -> None:
         self.options = LoaderOptions.parse(load_config.model_loader_extra_config)
+        code.guard(self.options.config)
         self._device = "cpu"
         # The base class knows neither our format nor our keys, and writes to its load_config.
         super().__init__(

@@ -9,7 +9,7 @@ import pytest
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import secure_loader.hf
 from secure_loader.errors import (
@@ -285,9 +285,11 @@ def test_added_code_does_not_run(tied, publisher, copy_of, tmp_path):
         with pytest.raises(ManifestError):
             load(folder, publisher, trust_remote_code=True, device_map="cpu")
     # Not even where folders without a manifest are accepted.
-    config = publisher.config | {"insecure_allow_legacy": True}
-    with pytest.raises(ManifestError, match="nobody signed"):
-        AutoModel.from_pretrained(folder, trust_remote_code=True, loader="secure", loader_config=config)
+    for setting in ("insecure_allow_legacy", "insecure_allow_plaintext"):
+        config = publisher.config | {setting: True}
+        for auto in (AutoModel, AutoConfig):
+            with pytest.raises(ManifestError, match="nobody signed"):
+                auto.from_pretrained(folder, trust_remote_code=True, loader="secure", loader_config=config)
     assert not mark.exists()
 
 

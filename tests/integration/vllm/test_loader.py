@@ -418,8 +418,10 @@ def test_settings_are_verified_without_weights(hub, tmp_path):
 
     settings = {"load_format": "secure", "model_loader_extra_config": {}, "download_dir": str(tmp_path)}
     # EngineArgs itself would look for the repository in the cache: the tests are offline.
-    args = SimpleNamespace(model="me/llama", revision=None, **settings)
+    args = SimpleNamespace(model="me/llama", revision=None, tokenizer=None, hf_config_path=None, **settings)
+    args.trust_remote_code = False
     check_engine_args(args)
+    assert args.revision == "b" * 40  # what vLLM goes on to read is what was verified
     assert "config.json" in hub.fetched
     assert not any(name.endswith(".safetensors") for name in hub.fetched)
     hub.cache.joinpath("config.json").write_text("{}")
