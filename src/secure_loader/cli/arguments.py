@@ -86,6 +86,7 @@ def make_parser() -> _Parser:
         _sign,
         _inspect,
         _rewrap,
+        _publish,
         _policy,
         _bench,
         _env,
@@ -474,6 +475,39 @@ def _policy(commands: _Commands) -> None:
     )
     p.add_argument("file", metavar="FILE", help="a policy in Rego, of at most 64 KiB")
     p.add_argument("cases", metavar="CASES", nargs="?", help="its cases (default: licence.cases.json for licence.rego)")
+
+
+def _publish(commands: _Commands) -> None:
+    p = _command(
+        commands,
+        "publish",
+        "broker:publish_key",
+        "Put a master key into a Trustee key broker, and the policy that says who is given it.",
+        "secure-loader publish kbs://kbs.example.com:8080/models/key/alice -k alice --admin-key admin.pem\n"
+        "secure-loader publish kbs:///models/key/alice --policy trustee.rego --admin-token-file token",
+        "For administrators of the broker. Those who load name the same reference.",
+    )
+    p.add_argument(
+        "reference",
+        metavar="REF",
+        help="kbs://HOST:PORT/REPOSITORY/TYPE/TAG, or kbs:///REPOSITORY/TYPE/TAG for the broker of the settings",
+    )
+    p.add_argument(
+        "-k", "--key", metavar="NAME", help="a NAME given to keygen, or a kid (default: the only one there is)"
+    )
+    p.add_argument(
+        "--policy",
+        metavar="FILE",
+        help="resource policy in Rego, which replaces the broker's for all its resources (default: it stays as it is)",
+    )
+    who = p.add_mutually_exclusive_group(required=True)
+    who.add_argument(
+        "--admin-key", metavar="PEM", help="the administrator's Ed25519 key, in a file that only you can read"
+    )
+    who.add_argument("--admin-token-file", metavar="FILE", help="a token of an administrator, in such a file")
+    p.add_argument(
+        "--role", default="admin", help="with --admin-key: the role that the token claims (default: %(default)s)"
+    )
 
 
 def _bench(commands: _Commands) -> None:

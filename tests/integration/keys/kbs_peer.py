@@ -348,7 +348,7 @@ class Peer:
         except InvalidSignature:
             raise RefusedError("AdminAuthAccess", "signature") from None
         demand(head == {"alg": "EdDSA", "typ": "JWT"}, "AdminAuthAccess", "header")
-        demand(0 < claims["exp"] - claims["iat"] <= 600, "AdminAuthAccess", "validity")
+        demand(0 < claims["exp"] - claims["iat"] <= 600 and claims["role"], "AdminAuthAccess", "validity")
 
     def _store(self, call: Exchange, path: str) -> None:
         self._demand_admin(call)

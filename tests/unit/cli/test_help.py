@@ -47,6 +47,7 @@ def test_there_is_what_the_design_lists():
         "inspect",
         "rewrap",
         "sign",
+        "publish",
         "policy lint",
         "policy test",
         "bench",

@@ -37,7 +37,7 @@ LAYERS = (
     "core.keys.vault_api",
     "core.keys.rcar",
     "core.oms_sign core.keys.https core.keys.vault core.keys.wrapping core.keys.kbs",
-    "core.keys.recipients core.keys.transit",
+    "core.keys.kbs_publish core.keys.recipients core.keys.transit",
     "core.writer",
     "core.single core.export core.rekey",
     "core.rewrap",

@@ -44,11 +44,7 @@ class FetchingProvider(abc.ABC):
 
     def configure(self, config: LoaderConfig) -> None:
         """See :class:`core.keys.provider.Configurable`."""
-        self.rules = Rules(
-            Tls(config.key_ca_file, config.key_client_certificate, config.key_client_key),
-            frozenset(config.key_private_hosts or ()),
-            config.insecure_allow_http_loopback,
-        )
+        self.rules = rules_of(config)
         self.seconds = config.key_timeout_seconds
 
     @abc.abstractmethod
@@ -100,6 +96,15 @@ class FetchingProvider(abc.ABC):
         if isinstance(error, Exception) and not mine.done():
             mine.set_exception(error)
         mine.cancel()
+
+
+def rules_of(config: LoaderConfig) -> Rules:
+    """What the settings of a load allow."""
+    return Rules(
+        Tls(config.key_ca_file, config.key_client_certificate, config.key_client_key),
+        frozenset(config.key_private_hosts or ()),
+        config.insecure_allow_http_loopback,
+    )
 
 
 def reading(response: Response, url: Url, read: Callable[[bytearray], _T]) -> _T:

@@ -29,7 +29,7 @@ from .rcar import MAX_ANSWER, Broker, attested_resource, passport_resource
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}"
 _REFERENCE = re.compile(rf"//(?P<authority>[^/]*)/(?P<path>{_PART}/{_PART}/{_PART})")
 _TEXT = re.compile(rb"[ \t\r\n]*\{")
-_TOKEN = re.compile(rb"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
+_TOKEN = re.compile(rb"\s*([A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+)\s*")
 
 
 class KbsProvider(FetchingProvider):
@@ -61,7 +61,7 @@ class KbsProvider(FetchingProvider):
         if config.kbs_token_file is None or config.kbs_token_key_file is None:
             raise KeyAccessError('kbs_mode = "token" needs kbs_token_file and kbs_token_key_file')
         key = _private_key(Path(config.kbs_token_key_file))
-        with _token(Path(config.kbs_token_file)) as token:
+        with read_token(Path(config.kbs_token_file), "attestation token file") as token:
             return passport_resource(broker, path, token, key)
 
     def _by_guest(self, authority: str, path: str, deadline: Deadline) -> tuple[bytearray, Url]:
@@ -148,12 +148,20 @@ def _bare_key(resource: bytearray, url: Url, request: KeyRequest) -> MasterKey:
     return key
 
 
-def _token(path: Path) -> Secret:
-    """An attestation token; the text it is read from is wiped."""
-    with Secret(read_private(path, "attestation token file")) as text:
-        match = re.fullmatch(rb"\s*(%b)\s*" % _TOKEN.pattern, text.reveal())
+def read_token(path: Path, what: str) -> Secret:
+    """A token from a file that nobody else can read.
+
+    Args:
+        path: The file, which holds a JWT and nothing else.
+        what: What it is called in messages.
+
+    Raises:
+        KeyAccessError: It cannot be used, or is kept carelessly.
+    """
+    with Secret(read_private(path, what)) as text:
+        match = _TOKEN.fullmatch(text.reveal())
         if match is None:
-            raise KeyAccessError("attestation token file does not hold a JWT, and nothing else", path=path)
+            raise KeyAccessError(f"{what} does not hold a JWT, and nothing else", path=path)
         return Secret(text.reveal()[slice(*match.span(1))])
 
 

@@ -1,0 +1,143 @@
+"""Putting a master key, and the policy that guards it, into a Trustee broker: what its administrators do.
+
+The policy goes first: a key never lies there under one that was meant for something else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from ...config import LoaderConfig
+from ...errors import ConfigError, KeyAccessError, SourceError
+from .. import strict_json
+from ..secrets import Secret, wipe
+from ..source import read_small_file
+from .fetch import rules_of
+from .jwk import MasterKey, b64url
+from .kbs import broker_url, parse_resource
+from .local import read_private
+from .net import Deadline
+from .provider import split_reference
+from .rcar import Broker, kind_of
+
+MAX_POLICY = 64 * 1024
+_TOKEN_SECONDS = 300
+_PACKAGE = re.compile(r"^package[ \t]+policy[ \t]*$", re.MULTILINE)
+_DENIES = re.compile(r"^default[ \t]+allow[ \t]*:?=[ \t]*false[ \t]*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What :func:`publish` did.
+
+    Attributes:
+        broker: Address of the broker.
+        resource: ``repository/type/tag``.
+        key_id: kid of the key in it.
+        policy: Whether the broker's policy was replaced.
+    """
+
+    broker: str
+    resource: str
+    key_id: str
+    policy: bool
+
+
+def publish(reference: str, key: MasterKey, token: Secret, policy: str | None, config: LoaderConfig) -> Published:
+    """Put a key where a ``kbs:`` reference will find it.
+
+    Args:
+        reference: The whole reference.
+        key: The key.
+        token: Of an administrator.
+        policy: Text of a resource policy, which replaces the broker's one; None leaves that.
+        config: Settings: the default broker, TLS, deadline.
+
+    Raises:
+        ConfigError: No ``kbs:`` reference.
+        KeySourceDeniedError: The broker does not take this administrator.
+        KeySourceUnreachableError: Down, too slow, or out of order.
+        KeySourceResponseError: It did not keep to the protocol.
+        KeyAccessError: A reference or an address that cannot be used.
+    """
+    scheme, rest = split_reference(reference)
+    if scheme != "kbs":
+        raise ConfigError("publish takes a kbs: reference, as those who load will name it")
+    authority, path = parse_resource(rest)
+    rules = rules_of(config)
+    broker = Broker(broker_url(authority, config, rules), rules, Deadline(config.key_timeout_seconds))
+    if policy is not None:
+        _put(
+            broker, "resource-policy", token, bytearray(strict_json.dumps({"policy": b64url(policy.encode())}).encode())
+        )
+    _put(broker, f"resource/{path}", token, bytearray(json.dumps(key.document()).encode()))
+    return Published(broker.url.origin, path, key.kid, policy is not None)
+
+
+def _put(broker: Broker, what: str, token: Secret, body: bytearray) -> None:
+    try:
+        with Secret(bytearray(b"Bearer ") + token.reveal()) as bearer:
+            response = broker.ask(what, {"Authorization": bearer}, body)
+    finally:
+        wipe(body)
+    if response.status != 200:
+        broker.refuse(response, kind_of(response))
+
+
+def read_policy(path: Path) -> str:
+    """A resource policy that denies what it does not allow.
+
+    Raises:
+        ConfigError: It cannot be read, or is none.
+    """
+    try:
+        text = read_small_file(os.fspath(path), MAX_POLICY).decode("utf-8")
+    except SourceError as e:
+        raise ConfigError(f"the policy {e.message}", path=path) from None
+    except UnicodeError:
+        raise ConfigError("the policy is not UTF-8", path=path) from None
+    if not _PACKAGE.search(text) or not _DENIES.search(text):
+        raise ConfigError(
+            "the policy does not say 'package policy' and 'default allow := false', each on a line of its own",
+            path=path,
+            hint="a broker without a default gives every key to everybody who is attested; configs/trustee.rego is one to start from",
+        )
+    return text
+
+
+def admin_token(path: Path, role: str) -> Secret:
+    """A token for an administrator, for five minutes, signed by his key.
+
+    Args:
+        path: His Ed25519 key, in PEM.
+        role: What the broker's access rules call him.
+
+    Raises:
+        KeyAccessError: The key cannot be used, or is kept carelessly.
+    """
+    text = read_private(path, "administrator's key file")
+    try:
+        key = load_pem_private_key(text, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    finally:
+        wipe(text)
+    if not isinstance(key, Ed25519PrivateKey):
+        raise KeyAccessError(
+            "administrator's key file does not hold an Ed25519 private key in PEM, without a passphrase",
+            path=path,
+            hint="openssl genpkey -algorithm ed25519 makes one",
+        )
+    now = int(time.time())
+    parts = ({"alg": "EdDSA", "typ": "JWT"}, {"iat": now, "exp": now + _TOKEN_SECONDS, "role": role})
+    signed = ".".join(b64url(strict_json.dumps(part).encode()) for part in parts)
+    return Secret(f"{signed}.{b64url(key.sign(signed.encode()))}".encode())
