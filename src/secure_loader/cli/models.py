@@ -250,6 +250,7 @@ def _summary(seen: Inspection, signers: dict[str, str], out: Output) -> list[str
                 ("recipients", _join(", ".join(f.recipients) for f in files)),
                 ("signer", _join(signers.values())),
                 ("policy", _join(_policy(f) for f in files)),
+                ("for brokers", _join(_broker_policy(f) for f in files)),
             ]
         ),
         "",
@@ -279,6 +280,12 @@ def _policy(file: FileSummary) -> str:
     if file.local_policy is None or is_trivial(file.local_policy):
         return ""
     return f"{len(file.local_policy):,} characters of Rego, evaluated when the model is loaded"
+
+
+def _broker_policy(file: FileSummary) -> str:
+    if file.remote_policy is None or is_trivial(file.remote_policy):
+        return ""
+    return f"{len(file.remote_policy):,} characters of Rego, which a key broker enforces if it is installed there"
 
 
 def _who(kid: str, out: Output) -> tuple[list[str], str]:

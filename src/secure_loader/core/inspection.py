@@ -46,6 +46,7 @@ class FileSummary:
         created: As signed, or None.
         local_policy: Embedded Rego text, or None.
         recipients: For whom the master key is wrapped.
+        remote_policy: Embedded Rego text for the key broker, or None.
     """
 
     name: str
@@ -65,6 +66,7 @@ class FileSummary:
     created: str | None
     local_policy: str | None
     recipients: tuple[str, ...] = ()
+    remote_policy: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,7 @@ def _describe(name: str, nbytes: int, header: Header, envelope: env.Envelope | N
         created=None if profile is None else profile.created,
         local_policy=None if envelope is None else envelope.policy.local,
         recipients=() if profile is None else tuple(r.kid for r in profile.recipients),
+        remote_policy=None if envelope is None else envelope.policy.remote,
     )
 
 

@@ -101,6 +101,73 @@ def test_encrypting_with_a_policy(cli, model, region, monkeypatch):
     assert "not met: here" in cli("verify", "sealed", code=4).err  # the policy has stayed
 
 
+def test_a_licence_is_extended_by_its_publisher_alone(cli, model, region, tmp_path, monkeypatch):
+    (model.parent / "region.cases.json").unlink()
+    cli("encrypt", model, "sealed", "--policy", region)
+    cli("keygen", "bob")
+    assert "not met: here" in cli("rewrap", "sealed", "-k", "bob", code=4).err, "bob has the key, and did not sign"
+    other = tmp_path / "other.rego"
+    other.write_text(region.read_text().replace('"eu"', '"us"'))
+    monkeypatch.setenv("REGION", "us")
+    assert "not met: here" in cli("verify", "sealed", code=4).err
+    cli("rewrap", "sealed", "-k", "alice", "--policy", other, "--release", "2")
+    cli("verify", "sealed")
+    cli("decrypt", "sealed", "plain")
+    cli("rewrap", "sealed", "-k", "alice", "--policy", "missing.rego", code=7)
+    (broken := tmp_path / "broken.rego").write_text("package model\nallow if {")
+    cli("rewrap", "sealed", "-k", "alice", "--policy", broken, code=2)
+    cli("verify", "sealed")
+
+
+def test_a_policy_for_the_broker_is_carried_and_not_evaluated(cli, model, tmp_path):
+    policy = FOLDER / "broker" / "attested.rego"
+    cli("encrypt", model, "sealed", "--remote-policy", policy)
+    shown = cli("inspect", "sealed")
+    assert "characters of Rego, which a key broker enforces" in shown.out
+    (file,) = cli("inspect", "sealed", "--json").json["files"]
+    assert file["remote_policy"] == policy.read_text()
+    cli("decrypt", "sealed", "plain")
+    for text, words in (
+        ("package policy\nallow = 1 2", "the policy "),
+        ("package other\ndefault allow := false", "brokers take policy"),
+        ("package policy\ndefault allow := true", "does not deny by default"),
+        ("package policy\nallow if input.x", "does not deny by default"),
+    ):
+        (path := tmp_path / "remote.rego").write_text(text)
+        refused = cli("encrypt", model, "again", "--remote-policy", path, code=2).err
+        assert words in refused
+        assert not (tmp_path / "again").exists()
+
+
+ATTESTED = {"submods": {"cpu0": {"ear.status": "affirming"}, "gpu0": {"ear.status": "affirming"}}}
+
+
+@pytest.mark.parametrize(
+    ("claims", "plugin", "path", "allowed"),
+    [
+        (ATTESTED, "resource", "/models/keys/demo", True),
+        (ATTESTED, "resource", "models/keys/demo", True),
+        (ATTESTED, "resource", ["models", "keys", "demo"], True),
+        (ATTESTED, "resource", "models/keys/other", False),
+        (ATTESTED, "resource", ["models", "keys"], False),
+        (ATTESTED, "pkcs11", "models/keys/demo", False),
+        ({"submods": {"cpu0": {"ear.status": "affirming"}, "gpu0": {"ear.status": "warning"}}}, "resource", "", False),
+        ({"submods": {"cpu0": {"ear.status": "warning"}}}, "resource", "models/keys/demo", False),
+        ({"submods": {"cpu0": {}}}, "resource", "models/keys/demo", False),
+        ({"submods": {}}, "resource", "models/keys/demo", False),
+        ({}, "resource", "models/keys/demo", False),
+    ],
+)
+def test_what_the_brokers_example_allows(claims, plugin, path, allowed):
+    """Asked as Trustee asks it: with the same engine, claims as input, the resource as data."""
+    regorus = pytest.importorskip("regorus")
+    engine = regorus.Engine()
+    engine.add_policy("attested.rego", (FOLDER / "broker" / "attested.rego").read_text())
+    engine.add_data_json(json.dumps({"plugin": plugin, "resource-path": path}))
+    engine.set_input_json(json.dumps(claims))
+    assert engine.eval_rule("data.policy.allow") is allowed
+
+
 def test_the_trivial_policy(cli, model, tmp_path):
     (path := tmp_path / "all.rego").write_text(ALLOW_ALL)
     cli("policy", "lint", path)
@@ -128,7 +195,7 @@ def test_the_guide(cli, model, tmp_path):
         (tmp_path / name).write_text(cases)
     (tmp_path / "configs").symlink_to(FOLDER.parent)
     commands = re.findall(r"^    secure-loader (.*)$", GUIDE, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 6
     for command in commands:
         cli(*shlex.split(command, comments=True))
     assert (tmp_path / "model-encrypted").is_dir()
