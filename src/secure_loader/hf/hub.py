@@ -97,7 +97,9 @@ def _complete(context: Context, folder: Path, arguments: Mapping[str, Any], repo
     where: dict[str, Any] = {"cache_dir": folder.parents[2], "token": arguments.get("token")}
     name = repo or folder.parents[1].name.removeprefix("models--").replace("--", "/", 1)
     with _hub_errors(name, "files of the model"):
-        snapshot_download(name, revision=folder.name, allow_patterns=[glob.escape(n) for n in absent], **where)
+        # No manifest lists model.sig, and not every model has one.
+        patterns = [mf.MODEL_SIGNATURE, *(glob.escape(n) for n in absent)]
+        snapshot_download(name, revision=folder.name, allow_patterns=patterns, **where)
 
 
 def _download(repo: str, filename: str, arguments: Mapping[str, Any]) -> Path:
