@@ -9,6 +9,8 @@ environment variable                      meaning
 ``SECURE_LOADER_PASSPHRASE_FILE``         file with the passphrase of ``passphrase:…`` references
 ``SECURE_LOADER_PASSPHRASE``              that passphrase itself; removed once it was read
 ``SECURE_LOADER_AGE_IDENTITY``            identity file of ``age:…`` references
+``SECURE_LOADER_PKCS11_MODULE``           path of the module behind ``pkcs11:…`` references that name none
+``SECURE_LOADER_PKCS11_PIN``              PIN of their tokens, where they name no file; removed once it was read
 ``SECURE_LOADER_KBS_URL``                 the broker of ``kbs:///…`` references: ``https://HOST:PORT``
 ``SECURE_LOADER_KBS_MODE``                ``attest``, ``token`` or ``cdh``
 ``SECURE_LOADER_THREADS``                 threads of the shared pool

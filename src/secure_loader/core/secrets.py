@@ -19,6 +19,8 @@ _SCHEME = re.compile(r"(file|env|fd|passphrase|age):")
 # Vault's, and URLs that hold a password or, it may be, a token: whatever is not a version of a secret.
 _TOKEN = re.compile(r"(hv[sbr]|[sbr])\.[\w-]{24,}", re.ASCII)
 _LOADED_URL = re.compile(r"(\w+:)?https?://([^/?#]*@|[^?#]*\?(?!version=\d+$))", re.IGNORECASE)
+# RFC 7512 lets a reference hold the PIN.
+_PIN = re.compile(r"pkcs11:.*[?&]pin-value=", re.IGNORECASE)
 # So many capitals are not the beginnings of words.
 _CAPITALS = 6
 
@@ -33,7 +35,7 @@ def looks_like_key(text: str) -> bool:
     text = text[len(found[0]) :] if (found := _SCHEME.match(text)) else text
     if text.startswith(("{", "[")) or "\n" in text or '"k"' in text or '"d"' in text or any(a in text for a in _ARMOUR):
         return True
-    if _HEX.fullmatch(text) or _TOKEN.fullmatch(text) or _LOADED_URL.match(text):
+    if _HEX.fullmatch(text) or _TOKEN.fullmatch(text) or _LOADED_URL.match(text) or _PIN.search(text):
         return True
     capitals = len(re.findall(r"[A-Z]", text))
     random = re.search(r"[a-z]", text) and capitals and (re.search(r"[0-9+]", text) or capitals >= _CAPITALS)

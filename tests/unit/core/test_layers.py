@@ -15,7 +15,7 @@ PACKAGE = Path(secure_loader.__file__).parent
 # From the bottom up; modules on one line do not import each other.
 LAYERS = (
     "errors",
-    "core.types core.secrets core.hardening core.report core.memory core.threads core.forks core.audit core.policy_child core.policy_corpus core.device.sources core.device.driver core.keys.asking core.keys.evidence",
+    "core.types core.secrets core.hardening core.report core.memory core.threads core.forks core.audit core.policy_child core.keys.pkcs11_child core.policy_corpus core.device.sources core.device.driver core.keys.asking core.keys.evidence",
     "core.pool core.device.triton_sbox core.device.triton_place",
     "core.strict_json core.home core.keys.lift core.keys.scrypt_file core.policy_engine core.device.nvrtc core.device.cubins core.device.device core.device.layout",
     "core.header core.recipient core.keys.carried core.device.batch core.device.torch_device config core.device.triton_aes",
@@ -33,11 +33,11 @@ LAYERS = (
     "core.oms",
     "core.oms_check",
     "core.checkpoint core.keys.net core.keys.passphrase",
-    "core.inspection core.environment core.keys.fetch",
+    "core.inspection core.environment core.keys.fetch core.keys.helper",
     "core.keys.vault_api",
     "core.keys.rcar",
     "core.oms_sign core.keys.https core.keys.vault core.keys.wrapping core.keys.kbs",
-    "core.keys.kbs_publish core.keys.recipients core.keys.transit",
+    "core.keys.kbs_publish core.keys.recipients core.keys.transit core.keys.pkcs11",
     "core.writer",
     "core.single core.export core.rekey",
     "core.rewrap",

@@ -40,6 +40,7 @@ BUILT_IN = {
     "vault": "vault:VaultProvider",
     "transit": "transit:TransitProvider",
     "kbs": "kbs:KbsProvider",
+    "pkcs11": "pkcs11:Pkcs11Provider",
 }
 
 # Schemes of sources on this machine, whose references hold nothing but names and paths.
