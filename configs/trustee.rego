@@ -8,12 +8,20 @@ import rego.v1
 
 default allow := false
 
-# The repository that master keys are published to: kbs:///models/TYPE/TAG.
 allow if {
 	data.plugin == "resource"
-	startswith(trim_left(data["resource-path"], "/"), "models/")
+	of_models
 	affirmed
 }
+
+# The repository that master keys are published to: kbs:///models/TYPE/TAG. Older brokers give the path as text, newer
+# ones as a list.
+of_models if {
+	is_string(data["resource-path"])
+	startswith(trim_left(data["resource-path"], "/"), "models/")
+}
+
+of_models if data["resource-path"][0] == "models"
 
 # The machine, and every device that it attests along with itself. Evidence of the sample attester never gets there.
 affirmed if {

@@ -23,6 +23,9 @@ RULE = "data.model.allow"
 MAX_POLICY = 64 * 1024
 SECONDS = 5.0
 INSTALL = "pip install 'secure-loader[policy]'"
+# The engine's allocator would ask for a gibibyte of addresses at once, which is more than the child may have: any policy of
+# more than some twenty lines would be denied for lack of memory.
+_ENVIRONMENT = {"MIMALLOC_ARENA_RESERVE": "32MiB"}
 _CHILD = os.path.join(os.path.dirname(__file__), "policy_child.py")
 
 
@@ -100,7 +103,7 @@ def _ask(text: str, document: str | None) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=SECONDS,
-            env={},
+            env=_ENVIRONMENT,
             cwd="/",
             check=False,
         )

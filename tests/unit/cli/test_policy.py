@@ -120,7 +120,7 @@ def test_a_licence_is_extended_by_its_publisher_alone(cli, model, region, tmp_pa
 
 
 def test_a_policy_for_the_broker_is_carried_and_not_evaluated(cli, model, tmp_path):
-    policy = FOLDER / "broker" / "attested.rego"
+    policy = FOLDER.parent / "trustee.rego"
     cli("encrypt", model, "sealed", "--remote-policy", policy)
     shown = cli("inspect", "sealed")
     assert "characters of Rego, which a key broker enforces" in shown.out
@@ -148,12 +148,14 @@ ATTESTED = {"submods": {"cpu0": {"ear.status": "affirming"}, "gpu0": {"ear.statu
         (ATTESTED, "resource", "/models/keys/demo", True),
         (ATTESTED, "resource", "models/keys/demo", True),
         (ATTESTED, "resource", ["models", "keys", "demo"], True),
-        (ATTESTED, "resource", "models/keys/other", False),
-        (ATTESTED, "resource", ["models", "keys"], False),
+        (ATTESTED, "resource", "others/keys/demo", False),
+        (ATTESTED, "resource", ["others", "models", "demo"], False),
+        (ATTESTED, "resource", [], False),
         (ATTESTED, "pkcs11", "models/keys/demo", False),
         ({"submods": {"cpu0": {"ear.status": "affirming"}, "gpu0": {"ear.status": "warning"}}}, "resource", "", False),
         ({"submods": {"cpu0": {"ear.status": "warning"}}}, "resource", "models/keys/demo", False),
         ({"submods": {"cpu0": {}}}, "resource", "models/keys/demo", False),
+        ({"submods": {"gpu0": {"ear.status": "affirming"}}}, "resource", "models/keys/demo", False),
         ({"submods": {}}, "resource", "models/keys/demo", False),
         ({}, "resource", "models/keys/demo", False),
     ],
@@ -162,7 +164,7 @@ def test_what_the_brokers_example_allows(claims, plugin, path, allowed):
     """Asked as Trustee asks it: with the same engine, claims as input, the resource as data."""
     regorus = pytest.importorskip("regorus")
     engine = regorus.Engine()
-    engine.add_policy("attested.rego", (FOLDER / "broker" / "attested.rego").read_text())
+    engine.add_policy("trustee.rego", (FOLDER.parent / "trustee.rego").read_text())
     engine.add_data_json(json.dumps({"plugin": plugin, "resource-path": path}))
     engine.set_input_json(json.dumps(claims))
     assert engine.eval_rule("data.policy.allow") is allowed
