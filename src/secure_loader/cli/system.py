@@ -93,6 +93,9 @@ def config_show(args: Arguments, out: Output) -> None:
         "key_ca_file": "those of the system",
         "key_client_certificate": "none",
         "key_client_key": "none",
+        "kbs_url": "none",
+        "kbs_token_file": "none",
+        "kbs_token_key_file": "none",
     }
     origins = {"keys": f"{KEYS_VARIABLE} and home" if os.environ.get(KEYS_VARIABLE) else "default"}
     rows = [
