@@ -227,7 +227,7 @@ def test_a25_the_writer_embeds_none(good):
     assert set(keys["enc"]) | set(keys["sign"]) == {"alg", "kid", "kty"}
 
 
-@pytest.mark.parametrize("member", ["x", "jwk", "x5c", "x5u"])
+@pytest.mark.parametrize("member", ["x", "jwk", "x5u"])
 def test_a26_a_verify_key_in_the_header(good, victim, member):
     x = base64.b64encode(MALLORY.verify_key().public).decode()
     path = rewrite(
@@ -277,8 +277,8 @@ SECRET32 = base64.urlsafe_b64encode(bytes(range(32))).decode().rstrip("=")
         ({"kty": "OKP", "crv": "Ed25519", "alg": "none", "x": SECRET32}, "not an Ed25519 key"),
         ({"kty": "OKP", "crv": "Ed25519", "x": SECRET32}, "names no alg"),
         ({"kty": "OKP", "crv": "Ed25519", "alg": "HS256", "x": SECRET32}, "not an Ed25519 key"),
-        ({"kty": "EC", "crv": "P-256", "alg": "ES256", "x": SECRET32}, "neither oct nor OKP"),
-        ({"kty": "Oct", "alg": "A256GCM", "k": SECRET32}, "neither oct nor OKP"),
+        ({"kty": "EC", "crv": "P-256", "alg": "ES256", "x": SECRET32}, "none of oct, OKP and AKP"),
+        ({"kty": "Oct", "alg": "A256GCM", "k": SECRET32}, "none of oct, OKP and AKP"),
         ({"kty": "OKP", "crv": "Ed25519", "alg": "EdDSA", "x": SECRET32, "use": "enc"}, "not meant for this use"),
     ],
 )

@@ -43,6 +43,7 @@ SECTIONS = (
     envelope.NOTICE,
     "format",
     "__other__",
+    envelope.SECOND,
 )
 
 
@@ -119,7 +120,8 @@ def one_metadata(data: bytes) -> None:
         found = envelope.parse(head)
     except SecureLoaderError:
         return
-    written = envelope.metadata(found) | {envelope.SIGNATURE: meta[envelope.SIGNATURE]}
+    kept = {name: meta[name] for name in (envelope.SIGNATURE, envelope.SECOND) if name in meta}
+    written = envelope.metadata(found) | kept
     again = header.parse(header.file_prefix(header.canonical_json(written, TENSORS))[header.LENGTH.size :], 53)
     check(envelope.parse(again) == found, "the envelope changed when written anew")
     check(envelope.metadata(envelope.parse(again)) == envelope.metadata(found), "the envelope has two forms")
@@ -135,7 +137,9 @@ def one_jwk(data: bytes) -> None:
     """The input is a key file, and once more a trust file."""
     try:
         for key in jwk.parse_keys(data, "fuzz"):
-            again = jwk.parse_key(key.document(), "again")
+            second = getattr(key, "second", None)
+            documents = [key.document(), *([] if second is None else [second.document()])]
+            (again,) = jwk.parse_keys(json.dumps({"keys": documents}), "again")
             check(again == key, "a key changed when written anew")
             if isinstance(key, jwk.VerifyKey):
                 check(len(key.thumbprint()) == 43, "a thumbprint has another length")
@@ -161,7 +165,7 @@ def _to_the_second(signer: TrustedSigner) -> TrustedSigner:
 
 def _check_no_secret(data: bytes, message: str) -> None:
     """No message shows what stands in a private member, unless it stands in another one as well."""
-    for secret in re.findall(rb'"[kd]"\s*:\s*"([A-Za-z0-9+/_=-]{20,})"', data):
+    for secret in re.findall(rb'"(?:[kd]|priv)"\s*:\s*"([A-Za-z0-9+/_=-]{20,})"', data):
         if data.count(secret) == 1:
             check(secret.decode() not in message, "a message shows key material")
 
@@ -180,11 +184,12 @@ def one_manifest(data: bytes) -> None:
             check(not name.startswith("/") and ".." not in name.split("/"), "a path leaves the folder")
         signed = found.sign(_SIGNER)
         check(manifest.peek(signed) == found, "a manifest changed when signed anew")
-        message = f"{jws['protected']}.{jws['payload']}".encode()
-        kid = json.loads(base64.urlsafe_b64decode(jws["protected"] + "=="))["kid"]
+        part = jws if "protected" in jws else jws["signatures"][0]
+        message = f"{part['protected']}.{jws['payload']}".encode()
+        kid = json.loads(base64.urlsafe_b64decode(part["protected"] + "=="))["kid"]
         store = TrustStore([TrustedSigner("stranger", jwk.VerifyKey(kid, _STRANGER))])
         try:
-            store.verify(message, base64.urlsafe_b64decode(jws["signature"] + "=="), kid, Subject(found.model_id))
+            store.verify(message, base64.urlsafe_b64decode(part["signature"] + "=="), kid, Subject(found.model_id))
         except VerificationError:
             continue
         check(False, "a signature of nobody was accepted")

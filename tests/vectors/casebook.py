@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .naive_json import unb64
-from .naive_writer import Draft, draft_file, make_master, make_signer, public
+from .naive_writer import Draft, draft_file, make_master, make_second, make_signer, public
 
 ORIGIN = "tests/vectors/make.py"
 MASTERS = {
@@ -21,6 +21,8 @@ MASTER = MASTERS["aes256gcm"]
 SIGNER = make_signer("s-publisher")
 STRANGER = make_signer("s-stranger")
 SECOND = make_signer("s-second")
+QUANTUM = make_second("s-publisher")
+OTHER_QUANTUM = make_second("s-publisher", seed="s-imposter")
 
 # File name under data/keys -> JWKs. The private ones are test keys made from their names: worthless by construction.
 KEY_FILES: dict[str, list[dict]] = {
@@ -32,6 +34,7 @@ KEY_FILES: dict[str, list[dict]] = {
     "keys/signers-private.json": [SIGNER, SECOND, STRANGER],
     "keys/trusted.json": [public(SIGNER), public(SECOND)],
     "keys/trusted-rfc.json": [public(make_signer("s-publisher", rfc=True)), public(make_signer("s-second", rfc=True))],
+    "keys/trusted-quantum.json": [public(SIGNER), public(QUANTUM), public(SECOND)],
     "keys/trusted-imposter.json": [public(make_signer("s-publisher", seed="s-imposter"))],
 }
 KEYS, TRUST = "keys/masters.json", "keys/trusted.json"
@@ -80,7 +83,7 @@ class Case:
     def raw(self) -> bytes:
         """The vector file. Long runs of padding are left out and noted: they would be most of all bytes."""
         lines, data = self.head(), self.data
-        for run in reversed(list(re.finditer(rb" {64,}|\x00{64,}", data))):
+        for run in reversed(list(re.finditer(rb" {64,}|\x00{64,}|A{64,}", data))):
             lines.append(f"fill: {run.start()} {run.end() - run.start()} {data[run.start()]:02x}")
             data = data[: run.start()] + data[run.end() :]
         return ("\n".join(lines) + "\n\n").encode() + data

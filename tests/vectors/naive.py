@@ -12,6 +12,7 @@ import re
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.mldsa import MLDSA65PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
 from .naive_json import (
@@ -50,6 +51,7 @@ JWK_ALGS |= {f"{name}kw": alg for name, alg in JWK_ALGS.items()}
 FOUR = ("__crypto_keys__", "__encryption__", "__policy__", "__signature__")
 OURS = "__secure_loader__"
 NOTICE = "__notice__"
+SECOND = "__signature_mldsa65__"
 PRIVATE = {"k", "d", "p", "q", "dp", "dq", "qi", "priv"}
 ALLOW = re.compile(r"\s*package\s+model\s+(default\s+)?allow\s*:?=\s*true\s*")
 
@@ -170,10 +172,21 @@ def jwk_hint(value, what: str, kty: str, strict: bool) -> dict:
     if "jku" in value and not isinstance(value["jku"], str):
         raise FormatError(f"{what}: jku")
     if strict:
-        members(value, {"alg", "kid", "kty"}, {"jku"}, what)
+        members(value, {"alg", "kid", "kty"}, {"jku", "x5c"} if what == "sign" else {"jku"}, what)
+        if "x5c" in value:
+            certificates(value["x5c"])
         if value["kty"] != kty:
             raise FormatError(f"{what}: kty")
     return value
+
+
+def certificates(value) -> None:
+    """The form of x5c: whether to trust it is not for this reader, which has trusted keys only (B.6)."""
+    if not isinstance(value, list) or not 1 <= len(value) <= 10:
+        raise FormatError("x5c is no array of 1 to 10")
+    ders = [unb64(text, "x5c") for text in value]
+    if not all(ders) or sum(map(len, ders)) > 65536:
+        raise FormatError("x5c lengths")
 
 
 class Envelope:
@@ -199,10 +212,15 @@ class Envelope:
         self.signature = unb64(meta["__signature__"], "__signature__")
         if len(self.signature) != 64:
             raise FormatError("__signature__ length")
+        self.second = None
+        if self.strict and SECOND in meta:
+            self.second = unb64(meta[SECOND], SECOND)
+            if len(self.second) != 3309:
+                raise FormatError("length of the second signature")
         if self.strict:
             members(self.policy, {"local", "remote"}, set(), "__policy__")
             self.check_profile(file)
-            unknown = [k for k in meta if k.startswith("__") and k not in (*FOUR, OURS, NOTICE)]
+            unknown = [k for k in meta if k.startswith("__") and k not in (*FOUR, OURS, NOTICE, SECOND)]
             if unknown:
                 raise FormatError(f"unknown reserved metadata {unknown}")
 
@@ -303,7 +321,8 @@ def key_bytes(text) -> bytes:
     return unb64(text.replace("-", "+").replace("_", "/").rstrip("=") + "=" * (-len(text.rstrip("=")) % 4), "JWK")
 
 
-def verify(trust: list[dict], kid: str, message: bytes, signature: bytes) -> None:
+def verify(trust: list[dict], kid: str, message: bytes, signature: bytes, second: tuple | None = None) -> None:
+    """`second`: message and signature of the post-quantum key, or None where the document has none."""
     found = {key_bytes(k["x"]) for k in trust if k.get("kid") == kid and k.get("kty") in ("OKP", "okp")}
     if len(found) != 1:
         raise UntrustedSignerError(f"{len(found)} trusted keys are called {kid!r}")
@@ -311,6 +330,14 @@ def verify(trust: list[dict], kid: str, message: bytes, signature: bytes) -> Non
         Ed25519PublicKey.from_public_bytes(found.pop()).verify(signature, message)
     except InvalidSignature:
         raise SignatureError("signature mismatch") from None
+    demanded = {key_bytes(k["pub"]) for k in trust if k.get("kid") == kid and k.get("alg") == "ML-DSA-65"}
+    if demanded and (len(demanded) > 1 or second is None):
+        raise UntrustedSignerError(f"{kid!r} has {len(demanded)} second keys, and the signature is {second}")
+    if demanded:
+        try:
+            MLDSA65PublicKey.from_public_bytes(demanded.pop()).verify(second[1], second[0])
+        except InvalidSignature:
+            raise SignatureError("second signature mismatch") from None
 
 
 def check_value(key: bytes, file_id: bytes) -> bytes:
@@ -354,7 +381,10 @@ def open_file(data: bytes, trust: list[dict], *, require_profile: bool = True) -
     )
     if not canonical:
         raise SignatureError("not the canonical form: rewritten after signing")
-    verify(trust, envelope.sign["kid"], message, envelope.signature)
+    second = None
+    if envelope.second is not None:
+        second = file.json(without=("__signature__", SECOND)), envelope.second
+    verify(trust, envelope.sign["kid"], message, envelope.signature, second)
     if not ALLOW.fullmatch(envelope.policy["local"]):
         raise PolicyDeniedError("a local policy that is not evaluated counts as denied")
     return file, envelope

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 
-from .naive import check_identity, is_int, open_file, read_file, verify
+from .naive import certificates, check_identity, is_int, open_file, read_file, verify
 from .naive_json import (
     FormatError,
     ManifestError,
@@ -21,7 +21,7 @@ from .naive_json import (
     strict_json,
     unb64url,
 )
-from .naive_writer import sign
+from .naive_writer import sign, sign_second
 
 MANIFEST = "secure_manifest.json"
 MODEL_SIGNATURE = "model.sig"
@@ -52,11 +52,18 @@ def sha256(data: bytes) -> str:
 
 def parse(data: bytes, trust: list[dict]) -> dict:
     """The payload of a manifest, its signature checked."""
-    jws = members(strict_json(data), {"payload", "protected", "signature"}, set(), "JWS")
-    protected = strict_json(unb64url(jws["protected"], "protected"))
-    members(protected, {"alg", "kid", "typ"}, set(), "protected header")
-    if protected["alg"] != "EdDSA" or protected["typ"] != TYP or not isinstance(protected["kid"], str):
-        raise UnsupportedVersionError("alg or typ")
+    jws = strict_json(data)
+    if isinstance(jws, dict) and "signatures" in jws:
+        members(jws, {"payload", "signatures"}, set(), "general JWS")
+        if not isinstance(jws["signatures"], list) or len(jws["signatures"]) != 2:
+            raise FormatError("not two signatures")
+        parts = [members(part, {"protected", "signature"}, set(), "signature") for part in jws["signatures"]]
+    else:
+        parts = [members(jws, {"payload", "protected", "signature"}, set(), "JWS")]
+    unb64url(jws["payload"], "payload")
+    heads = [check_protected(part, alg) for part, alg in zip(parts, ("EdDSA", "ML-DSA-65"), strict=False)]
+    if len({head["kid"] for head in heads}) > 1:
+        raise FormatError("two signers")
     raw = unb64url(jws["payload"], "payload")
     doc = strict_json(raw)
     if not isinstance(doc, dict):
@@ -76,9 +83,23 @@ def parse(data: bytes, trust: list[dict]) -> dict:
             raise FormatError("weights names a file that is no listed shard")
     if compact(doc, sort=True).encode() != raw:
         raise FormatError("payload is not canonical")
-    signature = unb64url(jws["signature"], "signature")
-    verify(trust, protected["kid"], f"{jws['protected']}.{jws['payload']}".encode(), signature)
+    signed = [
+        (f"{part['protected']}.{jws['payload']}".encode(), unb64url(part["signature"], "signature")) for part in parts
+    ]
+    verify(trust, heads[0]["kid"], *signed[0], signed[1] if len(signed) > 1 else None)
     return doc
+
+
+def check_protected(part: dict, alg: str) -> dict:
+    protected = strict_json(unb64url(part["protected"], "protected"))
+    members(protected, {"alg", "kid", "typ"}, {"x5c"} if alg == "EdDSA" else set(), "protected header")
+    if protected["alg"] != alg or protected["typ"] != TYP or not isinstance(protected["kid"], str):
+        raise UnsupportedVersionError("alg or typ")
+    if "x5c" in protected:
+        certificates(protected["x5c"])
+    if alg != "EdDSA" and len(unb64url(part["signature"], "signature")) != 3309:
+        raise FormatError("length of the second signature")
+    return protected
 
 
 def check_entry(entry) -> None:
@@ -158,6 +179,16 @@ def manifest_payload(files: dict[str, bytes], weights: dict[str, str], shards: s
         else:
             entries[path] = {"bytes": len(data), "sha256": sha256(data)}
     return {"profile": 1, "created": "2026-01-02T03:04:06Z", "files": entries, "weights": weights} | identity
+
+
+def sign_twice(payload: dict, signer: dict, second: dict, **protected) -> dict:
+    """The general JWS with an Ed25519 and an ML-DSA-65 signature; `protected` is for the second."""
+    first = sign_manifest(payload, signer)
+    header = {"alg": "ML-DSA-65", "kid": second["kid"], "typ": TYP} | protected
+    encoded = b64url(compact(header, sort=True).encode())
+    signature = b64url(sign_second(second, f"{encoded}.{first['payload']}".encode()))
+    body = first.pop("payload")
+    return {"payload": body, "signatures": [first, {"protected": encoded, "signature": signature}]}
 
 
 def sign_manifest(payload: dict | bytes, signer: dict, **protected) -> dict[str, str]:

@@ -7,12 +7,15 @@ may be used to protect anything.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.mldsa import MLDSA65PrivateKey
 
+from . import DATA
 from .naive import BITS, DEFAULT_CHUNK, KEY_BYTES, canonical_prefix, check_value, cipher, key_bytes, normal_alg
-from .naive_json import b64, b64url, compact
+from .naive_json import b64, b64url, compact, unb64
 
 RANK = [
     "BOOL",
@@ -80,12 +83,34 @@ def make_signer(kid: str, *, rfc: bool = False, seed: str | None = None) -> dict
     return {"alg": "ed25519", "d": b64(d), "kid": kid, "kty": "okp", "x": b64(x)}
 
 
+def make_second(kid: str, *, seed: str | None = None) -> dict:
+    """A post-quantum key, to sign beside the signer of that kid."""
+    seed_bytes = Stream(f"second {seed or kid}").take(32)
+    pub = MLDSA65PrivateKey.from_seed_bytes(seed_bytes).public_key().public_bytes_raw()
+    return {"alg": "ML-DSA-65", "kid": kid, "kty": "AKP", "priv": b64url(seed_bytes), "pub": b64url(pub), "use": "sig"}
+
+
 def public(jwk: dict) -> dict:
-    return {k: v for k, v in jwk.items() if k != "d"}
+    return {k: v for k, v in jwk.items() if k not in ("d", "priv")}
 
 
 def sign(signer: dict, message: bytes) -> bytes:
     return Ed25519PrivateKey.from_private_bytes(key_bytes(signer["d"])).sign(message)
+
+
+# ML-DSA as the library has it is randomised. So that vectors can be made again, signatures that were made once are kept.
+SECOND_SIGNATURES = DATA / "keys" / "second-signatures.json"
+USED: dict[str, str] = {}
+
+
+def sign_second(key: dict, message: bytes) -> bytes:
+    name = hashlib.sha256(key["pub"].encode() + message).hexdigest()
+    kept = json.loads(SECOND_SIGNATURES.read_bytes()) if SECOND_SIGNATURES.exists() else {}
+    if name not in USED:
+        private = MLDSA65PrivateKey.from_seed_bytes(key_bytes(key["priv"]))
+        USED[name] = kept.get(name) or b64(private.sign(message))
+        private.public_key().verify(unb64(USED[name], "kept"), message)
+    return unb64(USED[name], "kept")
 
 
 def layout(tensors: dict[str, tuple[str, list[int], bytes]]) -> list[str]:
@@ -114,6 +139,7 @@ class Draft:
     master: dict
     extra: dict[str, str] = field(default_factory=dict)
     deks: dict[str, bytes] = field(default_factory=dict)
+    second: dict | None = None
 
     def stored(self, name: str) -> bytes:
         begin, end = self.entries[name]["data_offsets"]
@@ -143,6 +169,9 @@ class Draft:
     def signed(self, meta: dict[str, str] | None = None) -> dict[str, str]:
         """The metadata with its signature."""
         meta = dict(sorted((self.metadata() if meta is None else meta).items()))
+        if self.second is not None:
+            signature = sign_second(self.second, compact({"__metadata__": meta} | self.entries).encode())
+            meta = dict(sorted((meta | {"__signature_mldsa65__": b64(signature)}).items()))
         message = compact({"__metadata__": meta} | self.entries).encode()
         return dict(sorted((meta | {"__signature__": b64(sign(self.signer, message))}).items()))
 

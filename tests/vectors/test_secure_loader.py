@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from secure_loader import LoaderConfig, MasterKey, Session, TrustedSigner, Trust
 from secure_loader.core import manifest, rollback
 from secure_loader.core.archive import TensorFile
 from secure_loader.core.checkpoint import Checkpoint
-from secure_loader.core.keys.jwk import VerifyKey, parse_key
+from secure_loader.core.keys.jwk import VerifyKey, parse_key, parse_second
 from secure_loader.core.source import FileSource
 from tests.vectors import Vector, iter_vectors
 
@@ -20,8 +21,14 @@ VECTORS = list(iter_vectors())
 
 def session_for(vector: Vector) -> Session:
     keys = [parse_key(jwk, "vector") for jwk in vector.keys]
-    trusted = [parse_key({k: v for k, v in jwk.items() if k != "d"}, "vector") for jwk in vector.trust]
-    signers = [TrustedSigner(key.kid, key) for key in trusted if isinstance(key, VerifyKey)]
+    seconds = {jwk["kid"]: parse_second(jwk, "vector") for jwk in vector.trust if jwk["kty"] == "AKP"}
+    public = ({k: v for k, v in jwk.items() if k != "d"} for jwk in vector.trust if jwk["kty"] != "AKP")
+    trusted = [parse_key(jwk, "vector") for jwk in public]
+    signers = [
+        TrustedSigner(key.kid, replace(key, second=seconds.get(key.kid)))
+        for key in trusted
+        if isinstance(key, VerifyKey)
+    ]
     config = LoaderConfig(
         integrity="full" if vector.full_integrity else "tags",
         insecure_allow_legacy=not vector.profile_required,

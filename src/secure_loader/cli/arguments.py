@@ -143,6 +143,11 @@ def _keygen(commands: _Commands) -> None:
         help="likewise, under the passphrase in a file that only you can read, or behind fd:N",
     )
     p.add_argument(
+        "--post-quantum",
+        action="store_true",
+        help="make a second signing key, ML-DSA-65: models are signed with both, and those who trust both demand both",
+    )
+    p.add_argument(
         "--force",
         action="store_true",
         help="replace the keys of that name. The old files are kept aside, where no loader looks: models encrypted "
@@ -203,10 +208,10 @@ def _trust(commands: _Commands) -> None:
         "revoke",
         "keys:trust_revoke",
         "Take a signer, a release or a file no more, whoever names it.",
-        "secure-loader trust revoke alice --reason 'key stolen'\n"
-        "secure-loader trust revoke fzghk50fw_nvcyv3thZiUSt5powg2Xr8OiWLpHsud2Q --reason 'not who he said'\n"
-        "secure-loader trust revoke --model alice/tiny --release 3 --reason 'weights of a customer in it'\n"
-        "secure-loader trust revoke --file ./model/model.secure.safetensors --reason 'wrong file'",
+        "secure-loader trust revoke alice --reason stolen\n"
+        "secure-loader trust revoke fzghk50fw_nvcyv3thZiUSt5powg2Xr8OiWLpHsud2Q --reason impostor\n"
+        "secure-loader trust revoke --model alice/tiny --release 3 --reason withdrawn\n"
+        "secure-loader trust revoke --file ./model/model.secure.safetensors --reason broken",
         "Written to trust/revoked.toml in the home folder, where it counts for every load of this user.",
     )
     p.add_argument("who", metavar="WHO", nargs="?", help="NAME of a trusted signer, or the thumbprint of any key")
@@ -596,6 +601,12 @@ def _new_keys(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("-k", "--key", metavar="NAME", help=text)
     parser.add_argument(
         "--signing-key", metavar="NAME", help="signing key, likewise (default: the one made with --key)"
+    )
+    parser.add_argument(
+        "--certificate",
+        metavar="FILE",
+        help="put these certificates of the signing key into what is signed, for readers who trust their root: PEM, "
+        "the key's own first",
     )
 
 

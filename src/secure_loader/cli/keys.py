@@ -15,7 +15,8 @@ from ..core.secrets import Secret
 from ..core.source import read_small_file
 from ..core.trust import MAX_TRUST_FILE, TrustedSigner, parse_trusted, read_trust_file
 from ..core.trust_files import RulesFile, TrustFile
-from ..core.trust_rules import Revocation, Rules, parse_time, time_text
+from ..core.trust_rules import Revocation, Rules
+from ..core.trust_toml import parse_time, time_text
 from ..errors import ConfigError, FormatError, KeyAccessError, SecureLoaderError
 from .arguments import Arguments
 from .output import Output, clean, facts, table
@@ -30,6 +31,7 @@ def keygen(args: Arguments, out: Output) -> None:
         algorithm=args.algorithm,
         models=_patterns(args.models) or ("*",),
         passphrase=_new_passphrase(args),
+        post_quantum=args.post_quantum,
         force=args.force,
     )
     if made.replaced:
@@ -55,7 +57,10 @@ def _new_keys(made: NewKeys, out: Output) -> list[str]:
         *facts(
             [
                 ("master key", f"{made.key_id}  ({made.algorithm})"),
-                ("signing key", f"{made.signing_key_id}  (Ed25519, trusted here for {_for(made.models)})"),
+                (
+                    "signing key",
+                    f"{made.signing_key_id}  ({_kinds(second=made.post_quantum)}, trusted here for {_for(made.models)})",
+                ),
                 ("thumbprint", made.thumbprint),
             ]
         ),
@@ -70,6 +75,10 @@ def _new_keys(made: NewKeys, out: Output) -> list[str]:
         ),
         *sealed,
     ]
+
+
+def _kinds(*, second: bool) -> str:
+    return "Ed25519 and ML-DSA-65" if second else "Ed25519"
 
 
 def _under(path: Path) -> str:
@@ -87,7 +96,7 @@ def trust_list(args: Arguments, out: Output) -> None:
     lines = (
         table(
             ["name", "key id", "thumbprint", "models", "until"],
-            [[r["name"], r["key_id"], r["thumbprint"], ", ".join(r["models"]), _when(r)] for r in rows],
+            [[r["name"], _key(r), r["thumbprint"], ", ".join(r["models"]), _when(r)] for r in rows],
             indent="",
         )
         if rows
@@ -98,14 +107,26 @@ def trust_list(args: Arguments, out: Output) -> None:
         "revoked": [entry.document() | {"file": entry.where} for entry in rules.revoked],
         "rules": [rule.document() | {"file": rule.where} for rule in rules.rules],
         "only_listed": rules.only_listed,
+        "authorities": [authority.document() | {"file": authority.where} for authority in rules.authorities],
         "unusable": [str(path) for path, _ in problems],
     }
-    out.result(document, [*lines, *_rule_lines(rules), *_revoked_lines(rules)])
+    out.result(document, [*lines, *_authority_lines(rules), *_rule_lines(rules), *_revoked_lines(rules)])
     for path, problem in problems[:-1]:
         out.warn(f"{path}: {problem.message}")
     if problems:
         # One bad file stops every load, so it must not look as if all were well.
         raise problems[-1][1]
+
+
+def _authority_lines(rules: Rules) -> list[str]:
+    if not rules.authorities:
+        return []
+    rows = []
+    for authority in rules.authorities:
+        said = [f"{k} = {v}" for k, v in authority.subject] + list(authority.san)
+        until = "-" if authority.not_after is None else time_text(authority.not_after)
+        rows.append([authority.name, "; ".join(said), ", ".join(authority.models), until])
+    return ["", *table(["authority", "certificates that say", "models", "until"], rows, indent="")]
 
 
 def _rule_lines(rules: Rules) -> list[str]:
@@ -171,12 +192,17 @@ def _row(path: Path, signer: TrustedSigner, rules: Rules) -> dict[str, Any]:
         "name": path.stem,
         "key_id": signer.key.kid,
         "thumbprint": signer.key.thumbprint(),
+        "post_quantum": None if signer.key.second is None else signer.key.second.thumbprint(),
         "models": list(signer.models),
         "until": None if until is None else time_text(until),
         "expired": until is not None and dt.datetime.now(dt.UTC) >= until,
         "revoked": None if revoked is None else time_text(revoked.since),
         "file": str(path),
     }
+
+
+def _key(row: dict[str, Any]) -> str:
+    return f"{row['key_id']}{' + ML-DSA-65' if row['post_quantum'] else ''}"
 
 
 def _when(row: dict[str, Any]) -> str:
@@ -202,6 +228,7 @@ def trust_add(args: Arguments, out: Output) -> None:
                 [
                     ("key id", signer.key.kid),
                     ("thumbprint", row["thumbprint"]),
+                    ("ML-DSA-65", row["post_quantum"] or ""),
                     ("models", _for(signer.models)),
                     ("until", row["until"] or "you remove it"),
                     ("file", str(path)),
@@ -236,9 +263,7 @@ def _read_signer(file: str, name: str | None) -> TrustedSigner:
             raise FormatError(f"is larger than {MAX_TRUST_FILE:,} bytes")
         doc = strict_json.loads(data, what="file", scan=True)
         if isinstance(doc, dict) and "keys" in doc:
-            if not isinstance(doc["keys"], list) or len(doc["keys"]) != 1:
-                raise FormatError("is a JWK set that does not hold exactly one key")
-            doc = doc["keys"][0]
+            doc = _only_key(doc["keys"])
         signer = parse_trusted(doc, "")
     except KeyAccessError as e:
         private = "private key material" in e.message
@@ -252,6 +277,17 @@ def _read_signer(file: str, name: str | None) -> TrustedSigner:
     except SecureLoaderError as e:
         raise type(e)(e.message, path=where, hint=e.hint) from None
     return replace(signer, name=_choose_name(name, signer, file))
+
+
+def _only_key(keys: object) -> Any:
+    """The one signer of a JWK set: a key, or an Ed25519 key and its ML-DSA-65 key as a trust file has them."""
+    if isinstance(keys, list) and len(keys) == 1:
+        return keys[0]
+    seconds = [k for k in keys if isinstance(k, dict) and k.get("kty") == "AKP"] if isinstance(keys, list) else []
+    if not isinstance(keys, list) or len(keys) != 2 or len(seconds) != 1:
+        raise FormatError("is a JWK set that does not hold exactly one key, or an Ed25519 and an ML-DSA-65 key")
+    first = keys[0] if keys[1] is seconds[0] else keys[1]
+    return {"key": first, "post_quantum": seconds[0]}
 
 
 def _choose_name(name: str | None, signer: TrustedSigner, file: str) -> str:

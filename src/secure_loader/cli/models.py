@@ -21,6 +21,7 @@ from ..core.policy import is_trivial
 from ..core.rewrap import rewrap_model
 from ..core.secrets import looks_like_key
 from ..core.survey import is_signature
+from ..core.trust_chain import certified
 from ..core.writer import ModelReport, encrypt_model, resolve_master, resolve_signing
 from ..errors import ConfigError, KeyAccessError
 from .arguments import Arguments
@@ -105,7 +106,8 @@ def _own_keys(args: Arguments, *, keyless: bool) -> tuple[MasterKey | None, Sign
             master = _only(MasterKey, key)
         else:
             master, together = resolve_master(key), key
-        return master, _only(SigningKey, signing) if _is_reference(signing) else resolve_signing(signing, together)
+        signer = _only(SigningKey, signing) if _is_reference(signing) else resolve_signing(signing, together)
+        return master, signer if args.certificate is None else certified(signer, Path(args.certificate))
     except KeyAccessError:
         # Only now: a kid may look like a key, and it was not the name of one.
         for option, value in (("--key", key), ("--signing-key", signing)):

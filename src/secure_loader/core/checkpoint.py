@@ -66,7 +66,7 @@ class Checkpoint:
             return
         self.manifest, self.signer = mf.read(self.folder, session.trust)
         try:
-            check_release(self.manifest.model_id, self.signer.key.thumbprint(), self.manifest.release)
+            check_release(self.manifest.model_id, self.signer.identity, self.manifest.release)
         except RollbackError as e:
             raise annotate(e, str(self.folder)) from None
         mf.check_files(self.folder, self.manifest, partial=partial)

@@ -23,12 +23,15 @@ CRYPTO_KEYS = "__crypto_keys__"
 ENCRYPTION = "__encryption__"
 POLICY = "__policy__"
 SIGNATURE = "__signature__"
+SECOND = "__signature_mldsa65__"
 PROFILE = "__secure_loader__"
 NOTICE = "__notice__"
 _REQUIRED = (CRYPTO_KEYS, ENCRYPTION, POLICY, SIGNATURE)
 MIN_CHUNK_SIZE = 4096
 MAX_CHUNKS = 2**32
 MAX_RELEASE = 2**53 - 1
+MAX_CERTIFICATES, MAX_CHAIN_BYTES = 10, 64 * 1024
+SECOND_BYTES = 3309
 # Members of a record by version, in the order in which CryptoTensors' own writer has them.
 _RECORD = {
     "1": ("wrapped_key", "key_iv", "key_tag", "iv", "tag"),
@@ -44,17 +47,28 @@ _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class KeyHint:
-    """Public half of a JWK as a header names it: a hint which key to use, never a reason to trust it."""
+    """Public half of a JWK as a header names it: a hint which key to use, never a reason to trust it.
+
+    Attributes:
+        kid: Its name.
+        alg: What it is for.
+        kty: Its kind.
+        jku: Where somebody says it is; never followed.
+        x5c: Certificates of the signing key, DER, its own first (profile 1).
+    """
 
     kid: str
     alg: str
     kty: str
     jku: str | None = None
+    x5c: tuple[bytes, ...] = ()
 
-    def document(self) -> dict[str, str]:
+    def document(self) -> dict[str, Any]:
         """Members to serialise, absent ones left out."""
-        doc = {"alg": self.alg, "kid": self.kid, "kty": self.kty}
-        return doc if self.jku is None else doc | {"jku": self.jku}
+        doc: dict[str, Any] = {"alg": self.alg, "kid": self.kid, "kty": self.kty}
+        if self.jku is not None:
+            doc["jku"] = self.jku
+        return doc | {"x5c": list(map(base64_text, self.x5c))} if self.x5c else doc
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +139,7 @@ class Envelope:
         policy: Embedded rules.
         signature: 64 bytes, Ed25519.
         profile: None for files without ours on top.
+        second: 3,309 bytes, ML-DSA-65, or None where there is no post-quantum signature.
         canonical: Whether the metadata it was read from is proven to be what :func:`metadata` writes; False says nothing.
     """
 
@@ -137,6 +152,7 @@ class Envelope:
     policy: Policy
     signature: bytes
     profile: Profile | None
+    second: bytes | None = None
     canonical: bool = field(default=False, compare=False)
 
 
@@ -175,7 +191,9 @@ def _parse(header: Header) -> Envelope:
         _only(keys, {"chunk_size", "enc", "sign", "version"}, CRYPTO_KEYS)
         if ("chunk_size" in keys) != (version == "2"):
             raise FormatError("chunk_size belongs to version 2, and only to it")
-        _only({k: v for k, v in meta.items() if k.startswith("__")}, {*_REQUIRED, PROFILE, NOTICE}, "__metadata__")
+        _only(
+            {k: v for k, v in meta.items() if k.startswith("__")}, {*_REQUIRED, PROFILE, NOTICE, SECOND}, "__metadata__"
+        )
     chunk_size = _chunk_size(keys, version)
     enc = _key_hint(keys.get("enc"), "enc", "oct", strict=strict)
     sign = _key_hint(keys.get("sign"), "sign", "okp", strict=strict)
@@ -205,7 +223,8 @@ def _parse(header: Header) -> Envelope:
         and meta[CRYPTO_KEYS] == _keys_text(version, chunk_size, enc, sign)
         and meta[POLICY] == _policy_text(rules)
     )
-    return Envelope(version, algorithm, chunk_size, enc, sign, records, rules, signature, profile, canonical)
+    second = unbase64(meta[SECOND], SECOND_BYTES, SECOND) if SECOND in meta else None
+    return Envelope(version, algorithm, chunk_size, enc, sign, records, rules, signature, profile, second, canonical)
 
 
 def metadata(envelope: Envelope) -> dict[str, str]:
@@ -371,9 +390,24 @@ def _key_hint(doc: Any, what: str, kty: str, *, strict: bool) -> KeyHint:
         raise FormatError(f"{what} must have kty {kty!r} and an alg")
     if jku is not None and not isinstance(jku, str):
         raise FormatError(f"{what} has a jku that is not a string")
-    if strict:
-        _only(doc, {"alg", "jku", "kid", "kty"}, what)
-    return KeyHint(kid, alg, doc["kty"], jku)
+    if not strict:
+        return KeyHint(kid, alg, doc["kty"], jku)
+    _only(doc, {"alg", "jku", "kid", "kty", "x5c"} if what == "sign" else {"alg", "jku", "kid", "kty"}, what)
+    return KeyHint(kid, alg, doc["kty"], jku, parse_chain(doc["x5c"]) if "x5c" in doc else ())
+
+
+def parse_chain(doc: Any) -> tuple[bytes, ...]:
+    """The certificates of ``x5c`` (RFC 7515, 4.1.6), DER; what they say is not looked at here.
+
+    Raises:
+        FormatError: No list of 1 to 10 of them, not canonical base64, or more than 64 KiB.
+    """
+    if not isinstance(doc, list) or not 1 <= len(doc) <= MAX_CERTIFICATES:
+        raise FormatError(f"x5c is not a list of 1 to {MAX_CERTIFICATES} certificates")
+    found = tuple(unbase64(text, None, "a certificate of x5c") for text in doc)
+    if sum(map(len, found)) > MAX_CHAIN_BYTES or not all(found):
+        raise FormatError("x5c holds an empty certificate, or more than 64 KiB")
+    return found
 
 
 def _spelled(text: str, *, strict: bool) -> str:

@@ -18,8 +18,10 @@ from typing import Any
 from ..errors import FormatError, ManifestError, MissingFileError, SecureLoaderError, UnsupportedVersionError
 from . import header as hdr
 from . import strict_json
-from .envelope import MAX_RELEASE, check_created, check_model_id
-from .keys.jwk import SigningKey
+from .envelope import MAX_RELEASE, SECOND_BYTES, check_created, check_model_id, parse_chain
+from .keys.jwk import SigningKey, b64url
+from .keys.mldsa import ALG as MLDSA
+from .signing import MANIFEST_TYPE, sign_manifest
 from .source import FileSource, read_small_file
 from .trust import TrustedSigner, TrustStore
 from .trust_rules import Subject
@@ -28,7 +30,6 @@ MANIFEST = "secure_manifest.json"
 MAX_MANIFEST = 64 << 20
 # It signs all files, the manifest too, and so comes after it: see core/oms_check.py.
 MODEL_SIGNATURE = "model.sig"
-_TYPE = "secure-loader-manifest+jws"
 _PIECE = 1 << 20
 
 
@@ -85,10 +86,7 @@ class Manifest:
 
     def sign(self, key: SigningKey) -> bytes:
         """The manifest file."""
-        protected = _b64(strict_json.dumps({"alg": "EdDSA", "kid": key.kid, "typ": _TYPE}).encode())
-        payload = _b64(self.payload())
-        signature = _b64(key.sign(f"{protected}.{payload}".encode()))
-        return strict_json.dumps({"payload": payload, "protected": protected, "signature": signature}).encode() + b"\n"
+        return sign_manifest(self.payload(), key)
 
 
 def read(folder: Path, trust: TrustStore) -> tuple[Manifest, TrustedSigner]:
@@ -109,9 +107,22 @@ def read(folder: Path, trust: TrustStore) -> tuple[Manifest, TrustedSigner]:
             hint="encrypt the folder with: secure-loader encrypt SRC DST",
         ) from None
     try:
-        manifest, message, signature, kid = _parse(data)
-        subject = Subject(manifest.model_id, manifest.release, digest=lambda: revocable_digest(manifest))
-        return manifest, trust.verify(message, signature, kid, subject)
+        found = _parse(data)
+        manifest, second = found.manifest, found.second
+        subject = Subject(
+            manifest.model_id,
+            manifest.release,
+            created=manifest.created,
+            digest=lambda: revocable_digest(manifest),
+        )
+        return manifest, trust.verify(
+            found.first.message,
+            found.first.signature,
+            found.first.kid,
+            subject,
+            chain=found.first.chain,
+            second=None if second is None else (lambda: second.message, second.signature),
+        )
     except SecureLoaderError as e:
         raise type(e)(e.message, hint=e.hint, path=path) from None
 
@@ -127,25 +138,65 @@ def peek(data: bytes) -> Manifest:
     Raises:
         FormatError: It is malformed.
     """
-    return _parse(data)[0]
+    return _parse(data).manifest
 
 
-def _parse(data: bytes) -> tuple[Manifest, bytes, bytes, str]:
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """One signature of a JWS, not verified: what is signed, by whom, with which certificates."""
+
+    message: bytes
+    signature: bytes
+    kid: str
+    chain: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Signed:
+    """A manifest and its signatures, not verified: Ed25519, and ML-DSA-65 or None."""
+
+    manifest: Manifest
+    first: _Signature
+    second: _Signature | None
+
+
+def _parse(data: bytes) -> _Signed:
     jws = strict_json.loads(data, what=MANIFEST, scan=True)
-    if not isinstance(jws, dict) or jws.keys() != {"payload", "protected", "signature"}:
-        raise FormatError(f"{MANIFEST} is not a flattened JWS")
-    protected = strict_json.loads(_unb64(jws["protected"]), what="protected header", scan=True)
-    if not isinstance(protected, dict) or protected.keys() != {"alg", "kid", "typ"}:
-        raise FormatError("the protected header needs exactly alg, kid and typ")
-    if protected["alg"] != "EdDSA" or protected["typ"] != _TYPE or not isinstance(protected["kid"], str):
-        raise UnsupportedVersionError("the protected header names another algorithm or type")
+    if not isinstance(jws, dict) or jws.keys() not in (
+        {"payload", "protected", "signature"},
+        {"payload", "signatures"},
+    ):
+        raise FormatError(f"{MANIFEST} is neither a flattened nor a general JWS")
+    parts = jws.get("signatures", [jws])
+    if not isinstance(parts, list) or len(parts) != 1 + ("signatures" in jws):
+        raise FormatError("a general JWS must have two signatures here")
+    signatures = [_signature(part, jws["payload"], alg) for part, alg in zip(parts, ("EdDSA", MLDSA), strict=False)]
+    if len({s.kid for s in signatures}) > 1:
+        raise FormatError("the two signatures name two signers")
     payload = _unb64(jws["payload"])
     doc = strict_json.loads(payload, what="manifest payload", scan=True)
     manifest = _manifest(doc)
     if manifest.payload() != payload:
         raise FormatError("the manifest payload is not in canonical form")
-    message = f"{jws['protected']}.{jws['payload']}".encode()
-    return manifest, message, _unb64(jws["signature"]), protected["kid"]
+    return _Signed(manifest, signatures[0], signatures[1] if len(signatures) > 1 else None)
+
+
+def _signature(part: Any, payload: Any, alg: str) -> _Signature:
+    if not isinstance(part, dict) or part.keys() - {"payload"} != {"protected", "signature"}:
+        raise FormatError("a signature needs exactly protected and signature")
+    if not isinstance(payload, str):
+        raise FormatError("the payload is not base64url")
+    protected = strict_json.loads(_unb64(part["protected"]), what="protected header", scan=True)
+    allowed = {"alg", "kid", "typ", "x5c"} if alg == "EdDSA" else {"alg", "kid", "typ"}
+    if not isinstance(protected, dict) or not {"alg", "kid", "typ"} <= protected.keys() <= allowed:
+        raise FormatError("the protected header needs exactly alg, kid and typ; x5c is allowed for EdDSA")
+    if protected["alg"] != alg or protected["typ"] != MANIFEST_TYPE or not isinstance(protected["kid"], str):
+        raise UnsupportedVersionError("the protected header names another algorithm or type")
+    chain = parse_chain(protected["x5c"]) if "x5c" in protected else ()
+    signature = _unb64(part["signature"])
+    if alg != "EdDSA" and len(signature) != SECOND_BYTES:
+        raise FormatError(f"the post-quantum signature has {len(signature)} bytes instead of {SECOND_BYTES}")
+    return _Signature(f"{part['protected']}.{payload}".encode(), signature, protected["kid"], chain)
 
 
 def _manifest(doc: Any) -> Manifest:
@@ -292,10 +343,6 @@ def digest_of(path: Path, *, shard: bool) -> FileEntry:
         return FileEntry(source.size, sha256=sha.hexdigest())
 
 
-def _b64(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")
-
-
 def _unb64(text: object) -> bytes:
     if not isinstance(text, str) or not text.isascii() or "=" in text or "+" in text or "/" in text:
         raise FormatError(f"{MANIFEST} holds something that is not base64url")
@@ -303,6 +350,6 @@ def _unb64(text: object) -> bytes:
         data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     except (binascii.Error, ValueError):
         raise FormatError(f"{MANIFEST} holds something that is not base64url") from None
-    if _b64(data) != text:
+    if b64url(data) != text:
         raise FormatError(f"{MANIFEST} holds base64url that is not canonical")
     return data

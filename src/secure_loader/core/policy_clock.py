@@ -8,7 +8,7 @@ import os
 
 from ..errors import FormatError, PolicyDeniedError
 from .home import private_folder, state_dir
-from .trust_rules import parse_time
+from .trust_toml import parse_time
 
 SKEW = dt.timedelta(minutes=5)
 _REMEMBER = dt.timedelta(minutes=1)

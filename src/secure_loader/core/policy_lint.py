@@ -23,7 +23,7 @@ from .policy import default_policy, is_trivial
 from .policy_engine import MAX_POLICY, RULE, decide, examine
 from .policy_input import declared, hides_environment, time_of
 from .source import read_small_file
-from .trust_rules import parse_time
+from .trust_toml import parse_time
 
 MAX_CASES = 1 << 20
 

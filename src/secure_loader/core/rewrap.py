@@ -26,6 +26,7 @@ from .rekey import Change
 from .report import Advance, progress_bar
 from .seal import Publication
 from .session import KeySources, Session, TrustSources
+from .signing import sign_header, sign_hint
 from .staging import discard, staged_folder
 from .survey import is_signature
 from .unwrapping import unwrap_deks
@@ -181,14 +182,12 @@ def rewrap_file(file: TensorFile, target: Path, publication: Publication, sessio
         profile=profile,
         policy=publication.policy,
         enc=env.KeyHint(publication.master.kid, publication.algorithm.name, "oct"),
-        sign=env.KeyHint(publication.signing.kid, "ed25519", "okp"),
+        sign=sign_hint(publication.signing),
     )
-    ours = {env.CRYPTO_KEYS, env.ENCRYPTION, env.POLICY, env.SIGNATURE, env.PROFILE}
+    ours = {env.CRYPTO_KEYS, env.ENCRYPTION, env.POLICY, env.SIGNATURE, env.SECOND, env.PROFILE}
     metadata = {k: v for k, v in header.metadata.items() if k not in ours} | env.metadata(fresh)
     infos = list(header.tensors.values())
-    signature = publication.signing.sign(hdr.canonical_json(metadata, infos))
-    signed = hdr.canonical_json(metadata | {env.SIGNATURE: env.base64_text(signature)}, infos)
-    prefix = hdr.file_prefix(signed)
+    prefix = hdr.file_prefix(sign_header(metadata, infos, publication.signing))
     with atomic_file(target) as fd:
         copy_range(file.source, fd, header.body_start, len(prefix), header.body_bytes)
         pwrite_all(fd, memoryview(prefix), 0)

@@ -39,6 +39,7 @@ from .pool import run_jobs
 from .recipient import Recipient, check_recipients
 from .report import Advance, no_progress
 from .secrets import Secret
+from .signing import sign_header, sign_hint
 from .source import memory_file
 from .types import TensorInfo
 
@@ -208,7 +209,7 @@ class _Layout:
         self._envelope, self.ciphers = self._seal_keys(shard)
         self.tags = [bytearray(TAG_BYTES * self._chunks(t)) if t.encrypt else bytearray() for t in tensors]
         self.digests = [bytearray(32 * -(-t.nbytes // self.digest_size)) for t in tensors]
-        self.prefix = hdr.file_prefix(self._header_json(b"\0" * 64))
+        self.prefix = hdr.file_prefix(self._header_json(pretend=True))
 
     def _chunks(self, t: PlainTensor) -> int:
         return 1 if self.chunk_size is None else chunk_count(t.nbytes, self.chunk_size)
@@ -252,7 +253,7 @@ class _Layout:
             algorithm=p.algorithm,
             chunk_size=self.chunk_size,
             enc=env.KeyHint(p.master.kid, p.algorithm.name, "oct"),
-            sign=env.KeyHint(p.signing.kid, "ed25519", "okp"),
+            sign=sign_hint(p.signing),
             records=records,
             policy=p.policy,
             signature=b"",
@@ -272,7 +273,7 @@ class _Layout:
             out += [_Piece(i, n, s, min(s + step, t.nbytes)) for n, s in enumerate(range(0, t.nbytes, step))]
         return out
 
-    def _header_json(self, signature: bytes, *, signed: bool = False) -> bytes:
+    def _header_json(self, *, pretend: bool) -> bytes:
         tagged = {
             t.name: replace(self._envelope.records[t.name], tags=bytes(tags))
             for t, tags in zip(self.tensors, self.tags, strict=True)
@@ -282,14 +283,11 @@ class _Layout:
         digests = {t.name: bytes(d) for t, d in zip(self.tensors, self.digests, strict=True)}
         envelope = replace(self._envelope, records=tagged, profile=replace(self._envelope.profile, digests=digests))
         metadata = self._metadata | env.metadata(envelope)
-        message = hdr.canonical_json(metadata, self.infos)
-        if signed:
-            signature = self._publication.signing.sign(message)
-        return hdr.canonical_json(metadata | {env.SIGNATURE: env.base64_text(signature)}, self.infos)
+        return sign_header(metadata, self.infos, self._publication.signing, pretend=pretend)
 
     def finish(self) -> bytes:
         """The signed header, as it stands in the file."""
-        return hdr.file_prefix(self._header_json(b"", signed=True))
+        return hdr.file_prefix(self._header_json(pretend=False))
 
 
 def _seal_piece(output: Output, layout: _Layout, piece: _Piece, advance: Advance) -> None:

@@ -152,7 +152,7 @@ class Session:
         verified = verify_header(header, envelope, self.trust)
         _describe(opening, verified)
         if profile is not None:
-            check_release(profile.model_id, verified.signer.key.thumbprint(), profile.release)
+            check_release(profile.model_id, verified.signer.identity, profile.release)
         if self._publisher is None or self._publisher.public != verified.signer.key.public:
             policy.enforce(verified)
         return verified

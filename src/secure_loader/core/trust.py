@@ -9,8 +9,8 @@ import datetime as dt
 import fnmatch
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,21 @@ from ..errors import (
     UntrustedSignerError,
 )
 from . import strict_json
-from .envelope import SIGNATURE, Envelope, metadata
+from .envelope import SECOND, SIGNATURE, Envelope, metadata
 from .header import LENGTH, Header, canonical_json, file_prefix
 from .home import home, refuse_foreign, trust_dir
-from .keys.jwk import VerifyKey, parse_key
+from .keys.jwk import VerifyKey, parse_key, parse_second
 from .source import read_small_file
-from .trust_rules import Rules, Subject, parse_time, read_rules, time_text
+from .trust_chain import Chain
+from .trust_rules import Rules, Subject, read_rules
+from .trust_toml import parse_time, time_text
 
 MAX_TRUST_FILE = 64 * 1024
 # In a trust folder, beside the signers: rules, and what ``secure-loader trust revoke`` writes.
 RULES, REVOKED = "trust.toml", "revoked.toml"
+
+Second = tuple[Callable[[], bytes], bytes]
+"""A post-quantum signature: what gives its message, and 3,309 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +53,31 @@ class TrustedSigner:
         key: Its public key.
         models: Patterns (shell style, case-sensitive) of model ids it may sign.
         not_after: From when on it is not trusted any more, UTC.
+        authority: Name of the authority whose certificate made it a signer; None where its key is in the store.
     """
 
     name: str
     key: VerifyKey
     models: tuple[str, ...] = ("*",)
     not_after: dt.datetime | None = None
+    authority: str | None = None
+
+    @property
+    def identity(self) -> str:
+        """Who it is over time: the key; of those with certificates, who have a new key often, the authority's name."""
+        return self.key.thumbprint() if self.authority is None else f"authority {self.authority}"
 
     def document(self) -> dict[str, Any]:
         """As JSON for a file of the trust store."""
         until = None if self.not_after is None else time_text(self.not_after)
-        return {"name": self.name, "key": self.key.document(), "models": list(self.models), "not_after": until}
+        second = {} if self.key.second is None else {"post_quantum": self.key.second.document()}
+        return {
+            "name": self.name,
+            "key": self.key.document(),
+            **second,
+            "models": list(self.models),
+            "not_after": until,
+        }
 
 
 class TrustStore:
@@ -81,7 +100,8 @@ class TrustStore:
         self.rules = rules or Rules()
         for rule in self.rules.rules:
             for name in rule.signers or ():
-                if len({s.key.public for s in self.signers if s.name == name}) > 1:
+                keys = {s.key.public for s in self.signers if s.name == name}
+                if len(keys) + sum(a.name == name for a in self.rules.authorities) > 1:
                     raise ConfigError(f"{rule} names {name!r}, as two different keys are called: use a thumbprint")
 
     @classmethod
@@ -110,7 +130,16 @@ class TrustStore:
         """The same signers, under further rules. Raises ConfigError as the constructor."""
         return self if rules == Rules() else TrustStore(self.signers, self.where, self.rules + rules)
 
-    def verify(self, message: bytes, signature: bytes, kid: str, subject: Subject) -> TrustedSigner:
+    def verify(
+        self,
+        message: bytes,
+        signature: bytes,
+        kid: str,
+        subject: Subject,
+        *,
+        chain: Sequence[bytes] = (),
+        second: Second | None = None,
+    ) -> TrustedSigner:
         """The trusted signer that signed ``message``.
 
         Args:
@@ -118,13 +147,19 @@ class TrustStore:
             signature: 64 bytes of Ed25519.
             kid: The signer's key id as the document has it: a hint.
             subject: What it is about. Files without profile name no model, and need a signer for every model.
+            chain: Certificates that the document carries: a hint, which counts only where an authority of the operator's
+                vouches for it, and no trusted key has the kid.
+            second: Its post-quantum signature, if it has one.
 
         Raises:
-            UntrustedSignerError: No signer of that name, not for this model, or expired.
-            SignatureError: The signature does not verify.
+            UntrustedSignerError: No signer of that name, not for this model, expired, or the post-quantum signature is
+                missing that its key in the trust store makes mandatory.
+            SignatureError: A signature does not verify.
             RevokedError, RollbackError, NotEncryptedError, PolicyDeniedError: As :meth:`core.trust_rules.Rules.check`.
         """
         candidates = [s for s in self.signers if s.key.kid == kid]
+        if not candidates and chain and self.rules.authorities:
+            return self._verify_certified(Chain.parse(chain), message, signature, kid, subject)
         if not candidates:
             raise UntrustedSignerError(
                 f"signed by {kid!r}, whom {self.where} does not name",
@@ -133,29 +168,77 @@ class TrustStore:
         if len({s.key.public for s in candidates}) > 1:
             raise UntrustedSignerError(f"two different trusted keys go by the kid {kid!r}", hint="remove one of them")
         key = candidates[0].key
-        try:
-            Ed25519PublicKey.from_public_bytes(key.public).verify(signature, message)
-        except InvalidSignature:
-            raise SignatureError(f"the signature of {kid!r} does not match: altered after signing") from None
+        _check_signature(key.public, message, signature, kid)
         # The key itself counts: under whatever kid or name somebody may have put it into the store as well.
-        names = [s.name for s in self.signers if s.key.public == key.public]
-        self.rules.check(names, key.thumbprint(), subject)
+        same = [s for s in self.signers if s.key.public == key.public]
+        thumbprints = [key.thumbprint(), *_check_second(same, kid, second)]
+        self.rules.check([s.name for s in same], thumbprints, subject)
         return self._authorised(candidates, subject.model_id)
+
+    def _verify_certified(
+        self, chain: Chain, message: bytes, signature: bytes, kid: str, subject: Subject
+    ) -> TrustedSigner:
+        _check_signature(chain.public, message, signature, kid)
+        refusals = []
+        for authority in self.rules.authorities:
+            signer = TrustedSigner(
+                authority.name, VerifyKey(kid, chain.public), authority.models, authority=authority.name
+            )
+            try:
+                certificates = authority.certify(chain, subject.created)
+            except UntrustedSignerError as e:
+                refusals.append(f"{authority.name}: {e.message}")
+                continue
+            self.rules.check([authority.name], [signer.key.thumbprint()], subject, certificates)
+            if _allows(signer, subject.model_id):
+                return signer
+            refusals.append(f"{authority.name}: not for {subject}")
+        raise UntrustedSignerError(
+            f"signed by {kid!r}, whose certificate makes no signer here ({'; '.join(refusals)})",
+            hint="secure-loader trust list shows the authorities",
+        )
 
     def _authorised(self, candidates: list[TrustedSigner], model_id: str | None) -> TrustedSigner:
         name = candidates[0].name
         for signer in candidates:
-            allowed = any(
-                pattern == "*" or (model_id is not None and fnmatch.fnmatchcase(model_id, pattern))
-                for pattern in signer.models
-            )
-            if not allowed:
+            if not _allows(signer, model_id):
                 continue
             if signer.not_after is not None and dt.datetime.now(dt.UTC) >= signer.not_after:
                 raise UntrustedSignerError(f"signer {name!r} is trusted only until {signer.not_after:%Y-%m-%d}")
             return signer
         what = f"model {model_id!r}" if model_id is not None else "files that name no model"
         raise UntrustedSignerError(f"signer {name!r} is trusted, but not for {what}")
+
+
+def _allows(signer: TrustedSigner, model_id: str | None) -> bool:
+    return any(
+        pattern == "*" or (model_id is not None and fnmatch.fnmatchcase(model_id, pattern)) for pattern in signer.models
+    )
+
+
+def _check_signature(public: bytes, message: bytes, signature: bytes, kid: str) -> None:
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, message)
+    except InvalidSignature:
+        raise SignatureError(f"the signature of {kid!r} does not match: altered after signing") from None
+
+
+def _check_second(same: Sequence[TrustedSigner], kid: str, second: Second | None) -> list[str]:
+    """Thumbprint of the post-quantum key, if the store has one for this signer: then its signature must be there."""
+    keys = {s.key.second.public: s.key.second for s in same if s.key.second is not None}
+    if not keys:
+        return []
+    if len(keys) > 1:
+        raise UntrustedSignerError(f"the signer {kid!r} has two different post-quantum keys", hint="remove one of them")
+    if second is None:
+        raise UntrustedSignerError(
+            f"{kid!r} has a post-quantum key in the trust store, and its signature is missing: stripped, or never made",
+            hint="the publisher signs with both keys: secure-loader encrypt, or rewrap, with the key that keygen made",
+        )
+    message, signature = second
+    (key,) = keys.values()
+    key.verify(signature, message())
+    return [key.thumbprint()]
 
 
 _DOOR = object()
@@ -206,7 +289,15 @@ def verify_header(header: Header, envelope: Envelope, trust: TrustStore) -> Veri
     profile = envelope.profile
     if profile is not None:
         _check_canonical(header, envelope)
-    signer = trust.verify(signed_bytes(header), envelope.signature, envelope.sign.kid, _subject(header, envelope))
+    second = envelope.second
+    signer = trust.verify(
+        signed_bytes(header),
+        envelope.signature,
+        envelope.sign.kid,
+        _subject(header, envelope),
+        chain=envelope.sign.x5c,
+        second=None if second is None else (lambda: header.canonical_json(without=[SIGNATURE, SECOND]), second),
+    )
     return VerifiedHeader(header, envelope, signer, profile is None, _DOOR)
 
 
@@ -224,6 +315,7 @@ def _subject(header: Header, envelope: Envelope) -> Subject:
         release=None if profile is None else profile.release,
         file_id=None if profile is None else profile.file_id.hex(),
         profile=None if profile is None else 1,
+        created=None if profile is None else profile.created,
         digest=lambda: header_digest(header),
         clear=lambda: sum(t.nbytes > 0 and name not in envelope.records for name, t in header.tensors.items()),
         policy=lambda: hashlib.sha256(envelope.policy.local.encode("utf-8", "surrogatepass")).hexdigest(),
@@ -274,7 +366,8 @@ def revocations() -> Rules:
     if not os.path.lexists(folder):
         return Rules()
     _check_ours(folder, "trust folder")
-    return read_rules(folder / REVOKED, missing_ok=True)
+    # Only that: signers and rules of another store are not this one's.
+    return Rules(revoked=read_rules(folder / REVOKED, missing_ok=True).revoked)
 
 
 def _check_ours(path: Path, what: str) -> None:
@@ -302,8 +395,13 @@ def parse_trusted(doc: Any, name: str) -> TrustedSigner:
         raise KeyAccessError("holds private key material; only the public half belongs here")
     if bare:
         return TrustedSigner(name, key)
-    if not doc.keys() <= {"name", "key", "models", "not_after"}:
+    if not doc.keys() <= {"name", "key", "post_quantum", "models", "not_after"}:
         raise FormatError("has unknown members")
+    if "post_quantum" in doc:
+        second = parse_second(doc["post_quantum"], "trust file")
+        if second.kid != key.kid:
+            raise FormatError("post_quantum must be a key of the same kid")
+        key = replace(key, second=second)
     models = doc.get("models", ["*"])
     if not isinstance(models, list) or not models or not all(isinstance(m, str) and m for m in models):
         raise FormatError("models must be a list of patterns")

@@ -9,8 +9,7 @@ import datetime as dt
 import fnmatch
 import os
 import re
-import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,19 @@ from typing import Any
 from ..errors import (
     ConfigError,
     FormatError,
-    MissingFileError,
     NotEncryptedError,
     PolicyDeniedError,
     RevokedError,
     RollbackError,
-    SourceError,
     UntrustedSignerError,
 )
-from .home import refuse_foreign
-from .source import FileSource
+from . import trust_toml as toml
 from .strict_json import is_count
+from .trust_chain import Authority, parse_authority
+from .trust_toml import read_own, time_text
 
-MAX_RULES_FILE = 1 << 20
-_TOP = {"only_listed", "model", "revoked"}
-_RULE = {"pattern", "signers", "min_release", "profile", "encrypted", "policies", "not_after"}
+_TOP = {"only_listed", "model", "revoked", "authority"}
+_RULE = {"pattern", "signers", "min_release", "profile", "encrypted", "policies", "not_after", "post_quantum"}
 _REVOKED = {"signer", "name", "model", "release", "file_id", "sha256", "since", "reason"}
 _WHAT = ("signer", "model", "file_id", "sha256")
 _SHAPES = {
@@ -53,6 +50,7 @@ class Subject:
         release: Of the model, or None likewise.
         file_id: Of a file of profile 1, in hex.
         profile: Number of the profile, None for files without.
+        created: When it was signed, RFC 3339, UTC.
         digest: Gives the SHA-256 by which it can be revoked, in hex. This and the next two are called only where
             something depends on them.
         clear: Gives the number of tensors whose bytes are not encrypted; None for manifests.
@@ -63,6 +61,7 @@ class Subject:
     release: int | None = None
     file_id: str | None = None
     profile: int | None = 1
+    created: str | None = None
     digest: Callable[[], str] | None = None
     clear: Callable[[], int] | None = None
     policy: Callable[[], str] | None = None
@@ -85,7 +84,7 @@ class Revocation:
         model: A model id.
         release: The one release of the model; None revokes all of them.
         file_id: Of one file of profile 1.
-        sha256: Of a header (``header_sha256`` of the manifest), or of the payload of a manifest.
+        sha256: Of a header (``header_sha256`` of the manifest), of the payload of a manifest, or of a certificate (DER).
         where: The file that says so.
     """
 
@@ -132,6 +131,7 @@ class Rule:
         encrypted: Whether every tensor must be encrypted.
         policies: SHA-256 of local policies, one of which must be embedded; None: any.
         not_after: From when on these models are not loaded any more, UTC.
+        post_quantum: Whether the signer must have a second, post-quantum key, and have signed with it.
         where: The file that says so.
     """
 
@@ -142,6 +142,7 @@ class Rule:
     encrypted: bool = False
     policies: tuple[str, ...] | None = None
     not_after: dt.datetime | None = None
+    post_quantum: bool = False
     where: str = "the rules given"
 
     def matches(self, model_id: str | None) -> bool:
@@ -155,7 +156,12 @@ class Rule:
             doc["signers"] = list(self.signers)
         if self.policies is not None:
             doc["policies"] = list(self.policies)
-        demands = {"min_release": self.min_release, "profile": self.profile, "encrypted": self.encrypted}
+        demands = {
+            "min_release": self.min_release,
+            "profile": self.profile,
+            "encrypted": self.encrypted,
+            "post_quantum": self.post_quantum,
+        }
         doc |= {name: value for name, value in demands.items() if value}
         return doc if self.not_after is None else doc | {"not_after": time_text(self.not_after)}
 
@@ -165,28 +171,38 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Everything that narrows trust.
+    """Everything that narrows trust, and the authorities, which stand in the same file.
 
     Attributes:
         rules: All that match a model apply.
         revoked: The revocation list.
         only_listed: Refuse models that no rule is about.
+        authorities: Whose certificates make signers.
     """
 
     rules: tuple[Rule, ...] = ()
     revoked: tuple[Revocation, ...] = ()
     only_listed: bool = False
+    authorities: tuple[Authority, ...] = ()
 
     def __add__(self, other: Rules) -> Rules:
-        return Rules(self.rules + other.rules, self.revoked + other.revoked, self.only_listed or other.only_listed)
+        return Rules(
+            self.rules + other.rules,
+            self.revoked + other.revoked,
+            self.only_listed or other.only_listed,
+            self.authorities + other.authorities,
+        )
 
-    def check(self, names: Sequence[str], thumbprint: str, subject: Subject) -> None:
+    def check(
+        self, names: Sequence[str], thumbprints: Sequence[str], subject: Subject, certificates: Sequence[str] = ()
+    ) -> None:
         """Refuse what was revoked, and what a rule does not allow.
 
         Args:
             names: What the operator calls the signer.
-            thumbprint: Of its key, which counts, whatever the key is called.
+            thumbprints: Of its key, which counts, whatever the key is called, and of its post-quantum key, if it has one.
             subject: What it signed.
+            certificates: SHA-256 of the certificates that made it a signer, in hex.
 
         Raises:
             RevokedError: The signer, the release or the file.
@@ -196,7 +212,7 @@ class Rules:
             PolicyDeniedError: Another policy than those that a rule allows.
         """
         if self.revoked:
-            self._check_revoked(names[0], thumbprint, subject)
+            self._check_revoked(names[0], thumbprints, subject, certificates)
         matching = [rule for rule in self.rules if rule.matches(subject.model_id)]
         if self.only_listed and (not matching or subject.model_id is None):
             raise UntrustedSignerError(
@@ -204,14 +220,17 @@ class Rules:
                 hint="add a [[model]] to trust.toml if it is wanted",
             )
         for rule in matching:
-            _check_rule(rule, names, thumbprint, subject)
+            _check_rule(rule, names, thumbprints, subject)
 
-    def _check_revoked(self, name: str, thumbprint: str, subject: Subject) -> None:
-        signer = self.revocation_of(thumbprint)
-        if signer is not None:
-            raise signer.error(
-                f"the signer {name!r} ({thumbprint})", "the publisher has to sign a new release with another key"
-            )
+    def _check_revoked(
+        self, name: str, thumbprints: Sequence[str], subject: Subject, certificates: Sequence[str]
+    ) -> None:
+        for entry in self.revoked:
+            if entry.signer in thumbprints or (entry.sha256 is not None and entry.sha256 in certificates):
+                raise entry.error(
+                    f"the signer {name!r} ({entry.signer or f'certificate {entry.sha256}'})",
+                    "the publisher has to sign a new release with another key",
+                )
         digest = None
         if subject.digest is not None and any(e.sha256 is not None for e in self.revoked):
             digest = subject.digest()
@@ -225,9 +244,11 @@ class Rules:
         return next((e for e in self.revoked if e.signer == thumbprint), None)
 
 
-def _check_rule(rule: Rule, names: Sequence[str], thumbprint: str, subject: Subject) -> None:
-    if rule.signers is not None and not {*names, thumbprint} & set(rule.signers):
+def _check_rule(rule: Rule, names: Sequence[str], thumbprints: Sequence[str], subject: Subject) -> None:
+    if rule.signers is not None and not {*names, *thumbprints} & set(rule.signers):
         raise UntrustedSignerError(f"{subject} is signed by {names[0]!r}; {rule} allows {', '.join(rule.signers)}")
+    if rule.post_quantum and len(thumbprints) == 1:
+        raise UntrustedSignerError(f"{names[0]!r}, who signed {subject}, has no post-quantum key; {rule} demands one")
     if rule.not_after is not None and dt.datetime.now(dt.UTC) >= rule.not_after:
         raise UntrustedSignerError(f"{rule} lets {subject} load only until {rule.not_after:%Y-%m-%d}")
     if rule.min_release > (0 if subject.release is None else subject.release):
@@ -247,7 +268,7 @@ def _check_rule(rule: Rule, names: Sequence[str], thumbprint: str, subject: Subj
 
 
 def read_rules(path: str | os.PathLike[str], *, missing_ok: bool = False) -> Rules:
-    """Rules and revocations from a TOML file.
+    """Rules, authorities and revocations from a TOML file.
 
     Args:
         path: The file.
@@ -258,17 +279,10 @@ def read_rules(path: str | os.PathLike[str], *, missing_ok: bool = False) -> Rul
         SourceError: Not readable.
     """
     named = Path(path)
-    try:
-        with FileSource(named) as source:
-            refuse_foreign(os.fstat(source.fileno()), named, "trust configuration")
-            if source.size > MAX_RULES_FILE:
-                raise SourceError(f"is larger than {MAX_RULES_FILE:,} bytes", path=named)
-            data = source.read(0, source.size)
-    except MissingFileError:
-        # A link that leads nowhere is not an absent file: somebody wanted something to be there.
-        if missing_ok and not os.path.lexists(named):
-            return Rules()
-        raise MissingFileError("no such trust configuration", path=named) from None
+    # A link that leads nowhere is not an absent file: somebody wanted something to be there.
+    if missing_ok and not os.path.lexists(named):
+        return Rules()
+    data = read_own(named, "trust configuration")
     try:
         return parse_rules(data, str(named))
     except FormatError as e:
@@ -276,55 +290,49 @@ def read_rules(path: str | os.PathLike[str], *, missing_ok: bool = False) -> Rul
 
 
 def parse_rules(data: bytes, where: str) -> Rules:
-    """Rules and revocations from the text of a TOML file.
+    """Rules, authorities and revocations from the text of a TOML file.
 
     Raises:
         FormatError: Not TOML, an unknown key, or a value that cannot be.
     """
-    try:
-        doc = tomllib.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as e:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
-        raise FormatError(f"is not TOML: {e}") from None
-    _only(doc, _TOP, "the top level")
-    only_listed = doc.get("only_listed", False)
-    if type(only_listed) is not bool:
-        raise FormatError("only_listed must be true or false")
+    doc = toml.parse(data)
+    toml.only(doc, _TOP, "the top level")
     return Rules(
-        tuple(_rule(table, where) for table in _tables(doc, "model")),
-        tuple(_revocation(table, where) for table in _tables(doc, "revoked")),
-        only_listed,
+        tuple(_rule(table, where) for table in toml.tables(doc, "model")),
+        tuple(_revocation(table, where) for table in toml.tables(doc, "revoked")),
+        toml.flag(doc, "only_listed"),
+        tuple(parse_authority(table, where) for table in toml.tables(doc, "authority")),
     )
 
 
-def _tables(doc: Mapping[str, Any], name: str) -> Iterable[Mapping[str, Any]]:
-    tables = doc.get(name, [])
-    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
-        raise FormatError(f"{name} must be written as [[{name}]]")
-    return tables
-
-
 def _rule(doc: Mapping[str, Any], where: str) -> Rule:
-    _only(doc, _RULE, "[[model]]")
-    patterns = doc.get("pattern")
-    release, profile, encrypted = doc.get("min_release", 0), doc.get("profile"), doc.get("encrypted", False)
+    toml.only(doc, _RULE, "[[model]]")
+    patterns, release, profile = doc.get("pattern"), doc.get("min_release", 0), doc.get("profile")
     if not is_count(release):
         raise FormatError("min_release must be a whole number")
     if profile is not None and (type(profile) is not int or profile != 1):
         raise FormatError("profile must be 1, the only one there is")
-    if type(encrypted) is not bool:
-        raise FormatError("encrypted must be true or false")
-    policies = _texts(doc, "policies")
+    policies = toml.texts(doc, "policies")
     if policies is not None and not all(_SHAPES["sha256"].fullmatch(p) for p in policies):
         raise FormatError("policies must be SHA-256 digests, 64 lower-case hex digits each")
-    patterns = _texts({"pattern": [patterns] if isinstance(patterns, str) else patterns}, "pattern")
+    patterns = toml.texts({"pattern": [patterns] if isinstance(patterns, str) else patterns}, "pattern")
     if patterns is None:
         raise FormatError("[[model]] needs a pattern")
-    until = None if "not_after" not in doc else _time(doc["not_after"], "not_after")
-    return Rule(patterns, _texts(doc, "signers"), release, profile, encrypted, policies, until, where)
+    return Rule(
+        patterns,
+        toml.texts(doc, "signers"),
+        release,
+        profile,
+        toml.flag(doc, "encrypted"),
+        policies,
+        toml.time(doc, "not_after"),
+        toml.flag(doc, "post_quantum"),
+        where,
+    )
 
 
 def _revocation(doc: Mapping[str, Any], where: str) -> Revocation:
-    _only(doc, _REVOKED, "[[revoked]]")
+    toml.only(doc, _REVOKED, "[[revoked]]")
     kinds = [k for k in _WHAT if k in doc]
     if len(kinds) != 1:
         raise FormatError(f"[[revoked]] needs exactly one of {', '.join(_WHAT)}")
@@ -339,50 +347,7 @@ def _revocation(doc: Mapping[str, Any], where: str) -> Revocation:
     reason = doc.get("reason")
     if not isinstance(reason, str) or not _REASON.fullmatch(reason):
         raise FormatError("[[revoked]] needs a reason: 1 to 500 characters, no controls")
-    if "since" not in doc:
+    since = toml.time(doc, "since")
+    if since is None:
         raise FormatError("[[revoked]] needs since, a date")
-    return Revocation(
-        reason, _time(doc["since"], "since"), name=name, release=doc.get("release"), where=where, **{kind: doc[kind]}
-    )
-
-
-def _time(value: object, what: str) -> dt.datetime:
-    found = parse_time(value) if isinstance(value, (str, dt.date)) else None
-    if found is None:
-        raise FormatError(f"{what} must be a date or a time")
-    return found
-
-
-def _texts(doc: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
-    value = doc.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
-        raise FormatError(f"{name} must be a list of texts, none of them empty")
-    return tuple(value)
-
-
-def _only(doc: Mapping[str, Any], allowed: set[str], what: str) -> None:
-    unknown = sorted(doc.keys() - allowed)
-    if unknown:
-        raise FormatError(f"{what} has the unknown key {unknown[0][:80]!r}; there are {', '.join(sorted(allowed))}")
-
-
-def parse_time(text: object) -> dt.datetime | None:
-    """A UTC time from RFC 3339 text, a date or what TOML makes of one; None stays None.
-
-    Raises:
-        FormatError: Neither.
-    """
-    if text is None:
-        return None
-    try:
-        when = dt.datetime.fromisoformat(str(text))
-        return when.replace(tzinfo=dt.UTC) if when.tzinfo is None else when.astimezone(dt.UTC)
-    except (ValueError, OverflowError):
-        raise FormatError(f"{text!r} is not a date or an RFC 3339 time") from None
-
-
-def time_text(when: dt.datetime) -> str:
-    """RFC 3339, to the second, of a UTC time."""
-    return when.strftime("%Y-%m-%dT%H:%M:%SZ").rjust(20, "0")
+    return Revocation(reason, since, name=name, release=doc.get("release"), where=where, **{kind: doc[kind]})

@@ -162,6 +162,7 @@ def encrypt_model(
             # Another key may have got the same name since: half the shards would be sealed under either.
             key_check_value(publication.master.secret, b"resume").hex(),
             publication.signing.verify_key().thumbprint(),
+            *(hashlib.sha256(certificate).hexdigest() for certificate in publication.signing.chain),
         ],
         "settings": [publication.model_id, release, version, chunk_size, keep_names, publication.policy.local, publication.policy.remote],
         "recipients": [target.name for target in for_whom],

@@ -154,6 +154,7 @@ def test_lists(cli, file):
         "revoked": [],
         "rules": [],
         "only_listed": False,
+        "authorities": [],
         "unusable": [],
     }
     cli("trust", "add", file(PUBLIC), "--name", "alice", "--until", "2099-01-01", "--model", "a/*")
@@ -275,3 +276,49 @@ def test_lists_rules_and_what_is_wrong_with_them(cli, home, file):
     assert result.json["unusable"] == [str(home / "trust" / "trust.toml")]
     assert "modell" in result.error["message"]
     assert any("modell" in problem for problem in cli("env", "--json").json["problems"])
+
+
+def test_pairs_of_keys(cli, home, model, tmp_path, file):
+    made = cli("keygen", "alice", "--post-quantum")
+    assert "Ed25519 and ML-DSA-65" in made.out
+    assert cli("keygen", "bob", "--json").json["post_quantum"] is False
+    assert "+ ML-DSA-65" in cli("trust", "list").out
+    cli("encrypt", model, tmp_path / "enc", "-k", "alice", "--model-id", "alice/tiny")
+    cli("verify", tmp_path / "enc")
+    document = json.loads(cli("trust", "export", "alice").out)
+    assert document["post_quantum"]["alg"] == "ML-DSA-65"
+    cli("trust", "remove", "alice")
+    jwks = {"keys": [document["post_quantum"], document["key"]]}
+    added = cli("trust", "add", file(jwks), "--name", "alice")
+    assert "ML-DSA-65" in added.out
+    assert json.loads((home / "trust" / "alice.json").read_text()) == document
+    cli("verify", tmp_path / "enc")
+    cli("encrypt", model, tmp_path / "weak", "-k", "bob", "--model-id", "alice/tiny")
+    alone = {"keys": [document["post_quantum"], document["post_quantum"]]}
+    assert "exactly one key" in cli("trust", "add", file(alone), "--name", "x", code=6).err
+
+
+def test_certificates(cli, home, model, tmp_path):
+    from secure_loader.core.keys.local import find_signing_key
+    from tests.certificates import pem, root
+
+    cli("keygen", "alice")
+    authority = root()
+    key = find_signing_key([home / "keys"], "alice")
+    chain = pem(tmp_path / "chain.pem", authority.issue(key))
+    pem(home / "trust" / "roots" / "acme.pem", authority.certificate)
+    cli("encrypt", model, tmp_path / "enc", "--model-id", "acme/tiny", "--certificate", chain)
+    cli("trust", "remove", "alice")
+    assert "does not name" in cli("verify", tmp_path / "enc", code=3).err
+    (home / "trust" / "trust.toml").write_text(
+        "[[authority]]\nname = 'acme'\nroots = ['roots/acme.pem']\nmodels = ['acme/*']\nsubject = { O = 'Acme' }\n"
+    )
+    cli("verify", tmp_path / "enc")
+    out = cli("trust", "list").out
+    assert "O = Acme" in out
+    assert "acme/*" in out
+    assert cli("trust", "list", "--json").json["authorities"][0]["name"] == "acme"
+    cli("rewrap", tmp_path / "enc", "--release", "2", "--trust", home / "trust")
+    assert "does not name" in cli("verify", tmp_path / "enc", code=3).err
+    result = cli("encrypt", model, tmp_path / "other", "--certificate", home / "trust" / "roots" / "acme.pem", code=2)
+    assert "not for an Ed25519 key" in result.err

@@ -44,7 +44,8 @@ def test_the_commands_run(cli, home, model, tmp_path):
 
 
 def test_the_files_are_read():
-    rules, revoked = blocks("toml")
+    rules, authorities, revoked = blocks("toml")
+    assert [a.name for a in parse_rules(authorities.encode(), "guide").authorities] == ["acme"]
     assert parse_rules(rules.encode(), "guide").only_listed
     assert [type(r.min_release) for r in parse_rules(rules.encode(), "guide").rules] == [int, int]
     assert len(parse_rules(revoked.encode(), "guide").revoked) == 4
@@ -64,5 +65,7 @@ def test_the_example_file_says_each_thing(tmp_path):
         "encrypted",
         "policies",
         "not_after",
+        "post_quantum",
     }
+    assert [a.name for a in found.authorities] == ["example-org-ca"]
     assert len(found.revoked) == 1

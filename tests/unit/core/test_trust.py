@@ -10,7 +10,8 @@ import pytest
 
 from secure_loader import TrustedSigner, TrustStore
 from secure_loader.core.trust import VerifiedHeader, read_trust_file
-from secure_loader.core.trust_rules import Subject, parse_time
+from secure_loader.core.trust_rules import Subject
+from secure_loader.core.trust_toml import parse_time
 from secure_loader.errors import ConfigError, FormatError, MissingFileError, SignatureError, UntrustedSignerError
 from tests.attacks.kit import KEY, SIGN, signing
 

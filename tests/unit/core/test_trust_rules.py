@@ -79,7 +79,7 @@ def write(path: Path, text: str = EVERYTHING, mode: int = 0o644) -> Path:
 
 
 def check(rules: Rules, subject: Subject, names: tuple[str, ...] = ("me",)) -> None:
-    rules.check(names, THUMBPRINT, subject)
+    rules.check(names, [THUMBPRINT], subject)
 
 
 def only(**members) -> Rules:

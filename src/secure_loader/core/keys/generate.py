@@ -22,6 +22,7 @@ from ..trust import TrustedSigner
 from ..trust_files import check_name, document_bytes, trust_file
 from .hybrid import SEED_BYTES, Identity
 from .jwk import MasterKey, SigningKey, b64url
+from .mldsa import SecondSigningKey
 from .scrypt_file import seal
 
 
@@ -41,6 +42,7 @@ class NewKeys:
         trust_file: Public half of the signing key, for everybody.
         replaced: Where the files of an earlier pair of that name were put.
         encrypted: Whether the master key is under a passphrase.
+        post_quantum: Whether there is a second signing key, ML-DSA-65, in the same files.
     """
 
     name: str
@@ -54,6 +56,7 @@ class NewKeys:
     trust_file: Path
     replaced: tuple[Path, ...]
     encrypted: bool
+    post_quantum: bool = False
 
 
 def generate_keys(
@@ -62,6 +65,7 @@ def generate_keys(
     algorithm: str = "aes256gcm",
     models: tuple[str, ...] = ("*",),
     passphrase: Secret | None = None,
+    post_quantum: bool = False,
     force: bool = False,
 ) -> NewKeys:
     """Make a master key and a signing key, and trust the latter on this machine.
@@ -74,6 +78,7 @@ def generate_keys(
         algorithm: AEAD of the master key.
         models: Patterns of model ids that the new signer may sign, for this machine's trust store.
         passphrase: Encrypt the master key's file under it.
+        post_quantum: Make a second signing key, ML-DSA-65, that signs beside the first.
         force: Put an earlier pair of that name aside.
 
     Raises:
@@ -89,7 +94,8 @@ def generate_keys(
     # kids are what files name for ever: two pairs of one name must not share them.
     token = secrets.token_hex(4)
     master = MasterKey(f"{name}-enc-{token}", ALGORITHMS[algorithm], _random(ALGORITHMS[algorithm].key_bytes))
-    signing = SigningKey(f"{name}-sign-{secrets.token_hex(4)}", _random(32))
+    kid = f"{name}-sign-{secrets.token_hex(4)}"
+    signing = SigningKey(kid, _random(32), SecondSigningKey(kid, _random(32)) if post_quantum else None)
     signer = TrustedSigner(name, signing.verify_key(), models)
     plain_file, sealed_file = keys_dir() / f"{name}.enc.jwk", keys_dir() / f"{name}.enc.jwk.age"
     key_file, other_file = (plain_file, sealed_file) if passphrase is None else (sealed_file, plain_file)
@@ -119,6 +125,7 @@ def generate_keys(
         trust_file=trust_file(name),
         replaced=replaced,
         encrypted=passphrase is not None,
+        post_quantum=post_quantum,
     )
 
 
@@ -184,7 +191,10 @@ def _json(document: Mapping[str, Any]) -> bytearray:
 
 
 def _private_json(key: MasterKey | SigningKey, passphrase: Secret | None = None) -> bytearray:
-    text = _json(key.document())
+    if isinstance(key, SigningKey) and key.second is not None:
+        text = _json({"keys": [key.document(), key.second.document()]})
+    else:
+        text = _json(key.document())
     if passphrase is None:
         return text
     try:

@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -22,6 +22,9 @@ from ..aead import ALGORITHMS, Algorithm
 from ..secrets import Secret
 from .hybrid import JWK_ALG, PUBLIC_BYTES, SEED_BYTES, Identity, PublicIdentity
 from .lift import Digits, lift, restore
+from .mldsa import ALG as MLDSA
+from .mldsa import PUBLIC_BYTES as MLDSA_PUBLIC
+from .mldsa import SecondSigningKey, SecondVerifyKey
 
 # RFC 7518 names of the content encryption, the key wrapping of the same name, and CryptoTensors' names.
 _OCT_ALGS = {
@@ -76,13 +79,15 @@ class VerifyKey:
     Attributes:
         kid: Its name, a hint only: identity is the key itself.
         public: 32 bytes.
+        second: The post-quantum key that must have signed as well, if its owner has one.
     """
 
     kid: str
     public: bytes
+    second: SecondVerifyKey | None = None
 
     def document(self) -> dict[str, str]:
-        """As a public JWK (RFC 8037)."""
+        """As a public JWK (RFC 8037), without ``second``, which is a JWK of its own."""
         return {
             "kty": "OKP",
             "crv": "Ed25519",
@@ -105,6 +110,8 @@ class SigningKey:
     Attributes:
         kid: Its name.
         secret: The 32-byte seed.
+        second: A post-quantum key of the same kid, to sign with as well.
+        chain: Certificates of the key that go into what it signs (``x5c``), DER, its own first.
 
     Raises:
         KeyAccessError: A kid that no file can name, or a seed of the wrong length.
@@ -112,6 +119,8 @@ class SigningKey:
 
     kid: str
     secret: Secret = field(repr=False, compare=False)
+    second: SecondSigningKey | None = field(default=None, repr=False, compare=False)
+    chain: tuple[bytes, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check(self.kid, self.secret, _ED25519)
@@ -125,14 +134,16 @@ class SigningKey:
 
     def verify_key(self) -> VerifyKey:
         """The public half."""
-        return VerifyKey(self.kid, self._private().public_key().public_bytes_raw())
+        second = None if self.second is None else self.second.verify_key()
+        return VerifyKey(self.kid, self._private().public_key().public_bytes_raw(), second)
 
     def document(self) -> dict[str, str]:
-        """As a private JWK (RFC 8037)."""
+        """As a private JWK (RFC 8037), without ``second``, which is a JWK of its own."""
         return self.verify_key().document() | {"d": b64url(self.secret.reveal())}
 
 
 Jwk = MasterKey | SigningKey | VerifyKey | Identity | PublicIdentity
+_Second = SecondSigningKey | SecondVerifyKey
 
 
 def parse_keys(text: bytes | bytearray | str, what: str, lifted: Mapping[str, Digits] | None = None) -> list[Jwk]:
@@ -144,8 +155,12 @@ def parse_keys(text: bytes | bytearray | str, what: str, lifted: Mapping[str, Di
         what: Where it came from, for messages; no key material.
         lifted: What was lifted out of the text before.
 
+    Returns:
+        The keys. A post-quantum signing key is part of the Ed25519 key of the same kid.
+
     Raises:
-        KeyAccessError: Malformed, of a kind or algorithm that is not ours, or one kid twice.
+        KeyAccessError: Malformed, of a kind or algorithm that is not ours, one kid twice, or a post-quantum signing key
+            without the other.
     """
     lifted = {**(lifted or {}), **(lift(text) if isinstance(text, bytearray) else {})}
     try:
@@ -155,16 +170,54 @@ def parse_keys(text: bytes | bytearray | str, what: str, lifted: Mapping[str, Di
     entries = doc.get("keys") if isinstance(doc, dict) and "keys" in doc else [doc]
     if not isinstance(entries, list) or not entries:
         raise KeyAccessError(f"{what}: holds no keys")
-    keys = [parse_key(restore(entry, lifted), what) for entry in entries]
-    kids = [key.kid for key in keys]
-    twice = sorted({kid for kid in kids if kids.count(kid) > 1})
-    if twice:
-        raise KeyAccessError(f"{what}: two keys share the kid {twice[0]!r}")
-    return keys
+    found = [_parse(restore(entry, lifted), what) for entry in entries]
+    keys = [key for key in found if not isinstance(key, SecondSigningKey | SecondVerifyKey)]
+    seconds = [key for key in found if isinstance(key, SecondSigningKey | SecondVerifyKey)]
+    for kids in ([key.kid for key in keys], [key.kid for key in seconds]):
+        twice = sorted({kid for kid in kids if kids.count(kid) > 1})
+        if twice:
+            raise KeyAccessError(f"{what}: two keys share the kid {twice[0]!r}")
+    return _pairs(keys, seconds, what)
+
+
+def _pairs(keys: list[Jwk], seconds: list[_Second], what: str) -> list[Jwk]:
+    """RFC 7517 lets two keys of different kinds share a kid where they stand for each other."""
+    rest = {key.kid: key for key in seconds}
+    out: list[Jwk] = []
+    for key in keys:
+        second = rest.pop(key.kid, None)
+        if second is None:
+            out.append(key)
+        elif isinstance(key, SigningKey) and isinstance(second, SecondSigningKey):  # noqa: SIM114 - two types
+            out.append(replace(key, second=second))
+        elif isinstance(key, VerifyKey) and isinstance(second, SecondVerifyKey):
+            out.append(replace(key, second=second))
+        else:
+            raise KeyAccessError(f"{what}: two keys share the kid {key.kid!r}")
+    if rest:
+        raise KeyAccessError(
+            f"{what}: {MLDSA} key {next(iter(rest))!r} has no Ed25519 key of the same kid beside it, and signs nothing alone"
+        )
+    return out
 
 
 def parse_key(doc: Any, what: str) -> Jwk:
     """One key from the parsed JSON of a JWK. Raises as :func:`parse_keys`."""
+    key = _parse(doc, what)
+    if isinstance(key, SecondSigningKey | SecondVerifyKey):
+        raise KeyAccessError(f"{what}: {MLDSA} key {key.kid!r} signs nothing alone")
+    return key
+
+
+def parse_second(doc: Any, what: str) -> SecondVerifyKey:
+    """A public post-quantum signing key from the parsed JSON of its JWK. Raises as :func:`parse_keys`."""
+    key = _parse(doc, what)
+    if not isinstance(key, SecondVerifyKey):
+        raise KeyAccessError(f"{what}: key {key.kid!r} is not a public {MLDSA} key")
+    return key
+
+
+def _parse(doc: Any, what: str) -> Jwk | _Second:
     if not isinstance(doc, Mapping):
         raise KeyAccessError(f"{what}: is not a JWK")
     kid, kty = doc.get("kid"), doc.get("kty")
@@ -177,6 +230,8 @@ def parse_key(doc: Any, what: str) -> Jwk:
         return _master(doc, kid, alg, what)
     if kty in ("OKP", "okp"):
         return _ed25519(doc, kid, alg, what)
+    if kty == "AKP" and alg == MLDSA:
+        return _second(doc, kid, what)
     if kty == "AKP":
         return _identity(doc, kid, alg, what)
     raise KeyAccessError(f"{what}: key {kid!r} has a kty that is none of oct, OKP and AKP")
@@ -207,13 +262,24 @@ def _ed25519(doc: Mapping[str, Any], kid: str, alg: str, what: str) -> SigningKe
 
 def _identity(doc: Mapping[str, Any], kid: str, alg: str, what: str) -> Identity | PublicIdentity:
     if alg != JWK_ALG:
-        raise KeyAccessError(f"{what}: key {kid!r} is for {alg[:40]!r}; {JWK_ALG} is supported")
+        raise KeyAccessError(f"{what}: key {kid!r} is for {alg[:40]!r}; {JWK_ALG} and {MLDSA} are supported")
     _check_use(doc, kid, "enc", {"wrapKey", "unwrapKey", "deriveKey", "deriveBits"}, what)
     public = bytes(_decode(doc.get("pub"), PUBLIC_BYTES, f"{what}: member pub of key {kid!r}"))
     if "priv" not in doc:
         return PublicIdentity(kid, public)
     key = Identity(kid, Secret(_decode(doc["priv"], SEED_BYTES, f"{what}: member priv of key {kid!r}")))
     if key.public().public != public:
+        raise KeyAccessError(f"{what}: key {kid!r}: pub is not the public half of priv")
+    return key
+
+
+def _second(doc: Mapping[str, Any], kid: str, what: str) -> _Second:
+    _check_use(doc, kid, "sig", {"sign", "verify"}, what)
+    public = bytes(_decode(doc.get("pub"), MLDSA_PUBLIC, f"{what}: member pub of key {kid!r}"))
+    if "priv" not in doc:
+        return SecondVerifyKey(kid, public)
+    key = SecondSigningKey(kid, Secret(_decode(doc["priv"], SEED_BYTES, f"{what}: member priv of key {kid!r}")))
+    if key.verify_key().public != public:
         raise KeyAccessError(f"{what}: key {kid!r}: pub is not the public half of priv")
     return key
 

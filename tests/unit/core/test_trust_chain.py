@@ -1,0 +1,106 @@
+"""Authorities in trust.toml, and the certificates that a publisher puts into what it signs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from secure_loader import TrustStore
+from secure_loader.core.trust_chain import certified
+from secure_loader.core.trust_rules import parse_rules, read_rules
+from secure_loader.errors import ConfigError, FormatError, MissingFileError
+from tests.attacks.kit import MALLORY, SIGN, Victim, build_file
+from tests.certificates import SERVER, pem, root
+
+ROOT = root()
+MIDDLE = ROOT.below()
+LEAF = MIDDLE.issue(SIGN, san=(x509.UniformResourceIdentifier("https://acme.org/release"),))
+GOOD = """
+[[authority]]
+name = "acme"
+roots = ["roots/acme.pem"]
+models = ["demo/*"]
+subject = { CN = "Release *", O = "Acme" }
+san = ["uri:https://acme.org/*"]
+not_after = 2099-01-01
+"""
+
+
+def test_everything_that_can_be_said(tmp_path):
+    pem(tmp_path / "roots" / "acme.pem", root("another").certificate, ROOT.certificate)
+    (tmp_path / "trust.toml").write_text(GOOD)
+    rules = read_rules(tmp_path / "trust.toml")
+    [authority] = rules.authorities
+    assert authority.document() == {
+        "name": "acme",
+        "roots": [str(tmp_path / "roots" / "acme.pem")],
+        "models": ["demo/*"],
+        "subject": {"CN": "Release *", "O": "Acme"},
+        "san": ["uri:https://acme.org/*"],
+        "not_after": "2099-01-01T00:00:00Z",
+    }
+    assert len(authority.read_roots()) == 2
+    signing = certified(SIGN, pem(tmp_path / "chain.pem", LEAF, MIDDLE.certificate))
+    path = build_file(tmp_path / "x.safetensors", signing=signing)
+    Victim(store=TrustStore([], rules=rules)).load(path)
+    Victim(store=TrustStore.from_paths([tmp_path / "trust.toml"])).load(path)
+
+
+def test_roots_elsewhere(tmp_path):
+    text = GOOD.replace("roots/acme.pem", "/etc/acme.pem")
+    [authority] = parse_rules(text.encode(), str(tmp_path / "trust.toml")).authorities
+    assert authority.roots == (Path("/etc/acme.pem"),)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "acme"', "", "needs a name"),
+        ('name = "acme"', 'name = "a\\tb"', "needs a name"),
+        ('roots = ["roots/acme.pem"]', "", "needs roots"),
+        ('["roots/acme.pem"]', '"roots/acme.pem"', "roots must be a list"),
+        ('models = ["demo/*"]', "", "needs roots, PEM files, and models"),
+        ('O = "Acme"', 'ORG = "Acme"', "unknown key 'ORG'"),
+        ('O = "Acme"', "O = 5", "a table of patterns"),
+        ('{ CN = "Release *", O = "Acme" }', '"CN=x"', "a table of patterns"),
+        ('"uri:https://acme.org/*"', '"https://acme.org/*"', "san takes patterns"),
+        ('"uri:https://acme.org/*"', '"uri:"', "san takes patterns"),
+        ("2099-01-01", "'soon'", "is not a date"),
+        ('name = "acme"', 'name = "acme"\nroot = 1', "unknown key 'root'"),
+    ],
+)
+def test_what_is_refused(old, new, message):
+    assert old in GOOD
+    with pytest.raises(FormatError) as caught:
+        parse_rules(GOOD.replace(old, new).encode(), "/x/trust.toml")
+    assert message in caught.value.message
+
+
+def test_an_authority_must_say_whom_it_means():
+    text = "".join(line + "\n" for line in GOOD.splitlines() if not line.startswith(("subject", "san")))
+    with pytest.raises(FormatError, match="needs subject or san"):
+        parse_rules(text.encode(), "/x/trust.toml")
+
+
+def test_certificates_that_nobody_would_take(tmp_path):
+    def attempt(*certificates: x509.Certificate, key=SIGN) -> None:
+        certified(key, pem(tmp_path / "chain.pem", *certificates))
+
+    attempt(LEAF)
+    attempt(LEAF, MIDDLE.certificate, ROOT.certificate)
+    for certificates, message in (
+        ((MIDDLE.certificate, LEAF), "not for an Ed25519 key"),
+        ((MIDDLE.issue(MALLORY),), "not that of the signing key"),
+        ((MIDDLE.issue(SIGN, usage=SERVER),), "not for code signing"),
+        ((MIDDLE.issue(SIGN, days=(-9, -1)),), "not valid"),
+        ((LEAF, *[MIDDLE.certificate] * 10), "more than 10 certificates"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            attempt(*certificates)
+    (tmp_path / "chain.pem").write_text("nothing")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        certified(SIGN, tmp_path / "chain.pem")
+    with pytest.raises(MissingFileError):
+        certified(SIGN, tmp_path / "nowhere.pem")
