@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import os
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import config as cfg
-from ..errors import ConfigError, SecureLoaderError
+from ..errors import ConfigError, FormatError, SecureLoaderError
 from . import envelope as env
 from . import header as hdr
 from . import index, strict_json
@@ -24,12 +25,13 @@ from .home import keys_dir
 from .keys.jwk import MasterKey, SigningKey
 from .keys.local import find_master_key, find_signing_key
 from .keys.provider import key_check_value
-from .keys.recipients import one_time_key, targets, wrap_for
+from .keys.recipients import Target, one_time_key, targets, wrap_for
 from .policy_lint import chosen
+from .recipient import Recipient, check_recipients
 from .report import Advance, progress_bar
 from .seal import PlainTensor, Publication, write_file
 from .source import FileSource, read_header
-from .staging import Staging, staged_folder
+from .staging import Staging, discard, staged_folder
 from .survey import Survey, survey
 from .trust import TrustedSigner, TrustStore, verify_header
 
@@ -153,8 +155,6 @@ def encrypt_model(
     check_apart(source, target)
     plan = survey(source, keep_names=keep_names)
     sealed = _choose(plan, include, exclude)
-    # Not before everything else is known to be right: services keep books.
-    publication = replace(publication, recipients=wrap_for(for_whom, publication.master, publication.model_id))
     fingerprint = {
         "files": [[n, (source / n).stat().st_size, (source / n).stat().st_mtime_ns] for n in plan.everything],
         "keys": [
@@ -165,11 +165,11 @@ def encrypt_model(
             *(hashlib.sha256(certificate).hexdigest() for certificate in publication.signing.chain),
         ],
         "settings": [publication.model_id, release, version, chunk_size, keep_names, publication.policy.local, publication.policy.remote],
-        "recipients": [target.name for target in for_whom],
+        "recipients": [[*target.name, target.thumbprint()] for target in for_whom],
         "sealed": hashlib.sha256("\0".join(sorted(sealed)).encode()).hexdigest(),
     }
     with staged_folder(target, fingerprint=fingerprint, force=force) as staging:
-        publication, reused = _resume(staging, publication)
+        publication, reused = _resume(staging, publication, for_whom)
         total = sum(h.body_bytes for h in plan.headers.values())
         with progress_bar(total, f"Encrypting {source.name}", show=progress) as advance:
             done = _write_shards(source, staging, plan, sealed, publication, advance, resumed=reused)
@@ -213,11 +213,24 @@ def _choose(plan: Survey, include: Sequence[str], exclude: Sequence[str]) -> set
     return sealed
 
 
-def _resume(staging: Staging, publication: Publication) -> tuple[Publication, bool]:
-    if staging.resumed is not None and isinstance(staging.resumed.get("created"), str):
-        return replace(publication, created=staging.resumed["created"]), True
-    staging.remember({"created": publication.created})
-    return publication, False
+def _resume(staging: Staging, publication: Publication, for_whom: Sequence[Target]) -> tuple[Publication, bool]:
+    """The publication with its recipients, and whether an interrupted run has begun it."""
+    state = staging.resumed or {}
+    if isinstance(state.get("created"), str):
+        with contextlib.suppress(FormatError, LookupError, TypeError, ValueError):
+            # The same entries in all files of the set, and a service is not asked again.
+            kept = tuple(Recipient(alg, kid, bytes.fromhex(wrapped)) for alg, kid, wrapped in state["recipients"])
+            return replace(publication, created=state["created"], recipients=check_recipients(kept)), True
+    try:
+        # Not before everything else is known to be right: services keep books.
+        entries = wrap_for(for_whom, publication.master, publication.model_id)
+    except BaseException:
+        discard(staging.target)
+        raise
+    staging.remember(
+        {"created": publication.created, "recipients": [[e.alg, e.kid, e.wrapped.hex()] for e in entries]}
+    )
+    return replace(publication, recipients=entries), False
 
 
 def _write_shards(

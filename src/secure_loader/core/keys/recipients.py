@@ -40,6 +40,10 @@ class Target:
     name: tuple[str, str]
     who: PublicIdentity | tuple[WrappingProvider, str]
 
+    def thumbprint(self) -> str:
+        """Which key it is, of an identity. Empty for a service, whose keys are its own affair."""
+        return self.who.thumbprint() if isinstance(self.who, PublicIdentity) else ""
+
     def wrap(self, master: Secret, context: WrapContext) -> Recipient:
         """Their entry. Raises KeyAccessError where a service does not do it."""
         if isinstance(self.who, PublicIdentity):
