@@ -12,7 +12,7 @@ from ..core.keys.generate import generate_identity
 from ..core.keys.hybrid import PublicIdentity
 from ..core.source import read_small_file
 from ..core.trust_files import check_name
-from ..errors import ConfigError
+from ..errors import ConfigError, SecureLoaderError
 from .arguments import Arguments
 from .output import Output, clean, facts, table
 
@@ -46,13 +46,19 @@ def new(args: Arguments, out: Output) -> None:
 def show(args: Arguments, out: Output) -> None:
     """``recipients list``."""
     del args
-    rows = [_row(path, public) for path, public in recipients.identities()]
+    found = list(recipients.list_files())
+    rows = [_row(path, public) for path, public in found if isinstance(public, PublicIdentity)]
+    problems = [(path, problem) for path, problem in found if isinstance(problem, SecureLoaderError)]
     lines = (
         table(["name", "key id", "thumbprint"], [[r["name"], r["key_id"], r["thumbprint"]] for r in rows], indent="")
         if rows
         else ["No recipient is known. Add one with: secure-loader recipients add FILE"]
     )
-    out.result({"recipients": rows}, lines)
+    out.result({"recipients": rows, "unusable": [str(path) for path, _ in problems]}, lines)
+    for path, problem in problems[:-1]:
+        out.warn(f"{path}: {problem.message}")
+    if problems:
+        raise problems[-1][1]
 
 
 def add(args: Arguments, out: Output) -> None:

@@ -75,8 +75,8 @@ class Secret:
         self.wipe()
 
     def __del__(self) -> None:
-        # During interpreter shutdown module globals may be gone already.
-        if getattr(self, "_data", None) and wipe is not None:
+        # During interpreter shutdown globals may be gone already, ours and those of ctypes.
+        if getattr(self, "_data", None) and getattr(ctypes, "c_char", None) is not None and wipe is not None:
             wipe(self._data)
 
     def __repr__(self) -> str:

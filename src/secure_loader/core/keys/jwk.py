@@ -266,7 +266,10 @@ def _identity(doc: Mapping[str, Any], kid: str, alg: str, what: str) -> Identity
     _check_use(doc, kid, "enc", {"wrapKey", "unwrapKey", "deriveKey", "deriveBits"}, what)
     public = bytes(_decode(doc.get("pub"), PUBLIC_BYTES, f"{what}: member pub of key {kid!r}"))
     if "priv" not in doc:
-        return PublicIdentity(kid, public)
+        try:
+            return PublicIdentity(kid, public)
+        except KeyAccessError as e:
+            raise KeyAccessError(f"{what}: {e.message}") from None
     key = Identity(kid, Secret(_decode(doc["priv"], SEED_BYTES, f"{what}: member priv of key {kid!r}")))
     if key.public().public != public:
         raise KeyAccessError(f"{what}: key {kid!r}: pub is not the public half of priv")

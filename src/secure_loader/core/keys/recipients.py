@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...config import LoaderConfig
-from ...errors import ConfigError, FormatError, KeyAccessError, SourceError, WriteError
+from ...errors import ConfigError, FormatError, KeyAccessError, SecureLoaderError, SourceError, WriteError
 from ..aead import ALGORITHMS
 from ..atomic import write_bytes
 from ..home import default_key_sources, home, keys_dir, private_folder, recipients_dir, refuse_foreign
@@ -121,10 +121,21 @@ def identities() -> Iterator[tuple[Path, PublicIdentity]]:
 
     Raises:
         ConfigError: Others could have put one there.
-        KeyAccessError: A file that holds no public identity.
+        KeyAccessError, SourceError: A file that holds no public identity.
     """
+    for path, found in list_files():
+        if isinstance(found, SecureLoaderError):
+            raise found
+        yield path, found
+
+
+def list_files() -> Iterator[tuple[Path, PublicIdentity | SecureLoaderError]]:
+    """As :func:`identities`, with what is wrong with a file in place of its identity."""
     for path in _files():
-        yield path, read_public(path)
+        try:
+            yield path, read_public(path)
+        except SecureLoaderError as e:
+            yield path, e
 
 
 def _files() -> list[Path]:
