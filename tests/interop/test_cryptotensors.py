@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import cryptotensors
@@ -14,7 +15,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from secure_loader import TrustStore, encrypt_model, safe_open
+from secure_loader import TrustedSigner, TrustStore, encrypt_model, safe_open
+from secure_loader.core import single
+from secure_loader.core.keys.mldsa import SecondSigningKey
+from secure_loader.core.seal import Publication, write_file
+from secure_loader.core.secrets import Secret
 from secure_loader.errors import (
     KeyAccessError,
     NotEncryptedError,
@@ -292,3 +297,21 @@ def test_their_reader_finds_the_noise_of_an_encrypted_file_only_with_keys(tmp_pa
     noise = json.loads(done.stdout)
     assert len(noise) == 100
     assert noise != tensors["a"].tolist()
+
+
+def test_certificates_and_second_signatures_do_not_disturb_them(tmp_path: Path) -> None:
+    """They know neither ``x5c`` nor ``__signature_mldsa65__``; their signature check covers both."""
+    tensors = many_chunks()
+    second = SecondSigningKey(SIGNING.kid, Secret(bytes(range(32))))
+    signing = replace(SIGNING, second=second, chain=(b"certificate one", b"certificate two"))
+    publication = Publication(master(), signing, "demo", chunk_size=CHUNK)
+    path = tmp_path / "x.safetensors"
+    write_file(path, single.plain_tensors(tensors, (), ()), {"format": "pt"}, publication)
+    assert b"x5c" in path.read_bytes()
+    assert b"__signature_mldsa65__" in path.read_bytes()
+    assert same(read_theirs(path), tensors)
+    with safe_open(path, keys=master(), trust=TrustStore([TrustedSigner("me", signing.verify_key())])) as f:
+        assert same(f.get_tensors(), tensors)
+    path.write_bytes(path.read_bytes().replace(b"__signature_mldsa65__", b"__signature_mldsa66__"))
+    with pytest.raises(cryptotensors.SafetensorError):
+        read_theirs(path)

@@ -21,6 +21,7 @@ from ..core.policy import is_trivial
 from ..core.rewrap import rewrap_model
 from ..core.secrets import looks_like_key
 from ..core.survey import is_signature
+from ..core.trust import revocations
 from ..core.trust_chain import certified
 from ..core.writer import ModelReport, encrypt_model, resolve_master, resolve_signing
 from ..errors import ConfigError, KeyAccessError
@@ -107,6 +108,7 @@ def _own_keys(args: Arguments, *, keyless: bool) -> tuple[MasterKey | None, Sign
         else:
             master, together = resolve_master(key), key
         signer = _only(SigningKey, signing) if _is_reference(signing) else resolve_signing(signing, together)
+        _refuse_revoked(signer)
         return master, signer if args.certificate is None else certified(signer, Path(args.certificate))
     except KeyAccessError:
         # Only now: a kid may look like a key, and it was not the name of one.
@@ -114,6 +116,16 @@ def _own_keys(args: Arguments, *, keyless: bool) -> tuple[MasterKey | None, Sign
             if value is not None:
                 _refuse_material(option, value)
         raise
+
+
+def _refuse_revoked(signing: SigningKey) -> None:
+    """Raises ConfigError for a key whose models would load nowhere that its revocation is known, here to begin with."""
+    gone = revocations().revocation_of(signing.verify_key().thumbprint())
+    if gone is not None:
+        raise ConfigError(
+            f"the signing key {signing.kid!r} was revoked on {gone.since:%Y-%m-%d}: {gone.reason}",
+            hint="make a new one with: secure-loader keygen NAME",
+        )
 
 
 def _is_reference(value: str | None) -> bool:

@@ -267,16 +267,16 @@ class VerifiedHeader:
             raise TypeError("VerifiedHeader is made by verify_header() only")
 
 
-def signed_bytes(header: Header) -> bytes:
-    """What ``__signature__`` covers: the canonical header without it."""
+def signed_bytes(header: Header, without: Sequence[str] = (SIGNATURE,)) -> bytes:
+    """What a signature covers: the canonical header without some strings of metadata, which stand side by side in it."""
     if header.canonical:
         # Cut out of the bytes as they are. Nothing else can look like it: inside a string the quotes would be escaped, and
         # what belongs to a tensor is no string.
-        member = f',"{SIGNATURE}":"{header.metadata.get(SIGNATURE)}"'.encode()
-        before, found, after = header.raw.rstrip(b" ").rpartition(member)
+        members = "".join(f',"{name}":"{header.metadata.get(name)}"' for name in without).encode()
+        before, found, after = header.raw.rstrip(b" ").rpartition(members)
         if found:
             return before + after
-    return header.canonical_json(without=[SIGNATURE])
+    return header.canonical_json(without=list(without))
 
 
 def verify_header(header: Header, envelope: Envelope, trust: TrustStore) -> VerifiedHeader:
@@ -296,7 +296,7 @@ def verify_header(header: Header, envelope: Envelope, trust: TrustStore) -> Veri
         envelope.sign.kid,
         _subject(header, envelope),
         chain=envelope.sign.x5c,
-        second=None if second is None else (lambda: header.canonical_json(without=[SIGNATURE, SECOND]), second),
+        second=None if second is None else (lambda: signed_bytes(header, (SIGNATURE, SECOND)), second),
     )
     return VerifiedHeader(header, envelope, signer, profile is None, _DOOR)
 

@@ -6,10 +6,11 @@ that it leads to, what the signer's certificate must say, and the models that su
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import fnmatch
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,12 +87,12 @@ class Authority:
         now = dt.datetime.now(dt.UTC)
         if self.not_after is not None and now >= self.not_after:
             raise UntrustedSignerError(f"it made signers only until {self.not_after:%Y-%m-%d}")
-        self._check_names(chain.leaf)
+        with _readable():
+            self._check_names(chain.leaf)
+            begin = chain.leaf.not_valid_before_utc
         signed = parse_time(created)
-        if signed is not None and signed < chain.leaf.not_valid_before_utc:
-            raise UntrustedSignerError(
-                f"the certificate is valid from {chain.leaf.not_valid_before_utc:%Y-%m-%d}, after it was used"
-            )
+        if signed is not None and signed < begin:
+            raise UntrustedSignerError(f"the certificate is valid from {begin:%Y-%m-%d}, after it was used")
         return chain.verify(self.read_roots(), now)
 
     def _check_names(self, leaf: x509.Certificate) -> None:
@@ -131,14 +132,11 @@ class Chain:
             UntrustedSignerError: Not certificates, or the first is not for an Ed25519 key.
         """
         from cryptography import x509
-        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-        try:
+        with _readable():
             leaf, *others = (x509.load_der_x509_certificate(der) for der in ders)
             key = leaf.public_key()
-        except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion) as e:
-            raise UntrustedSignerError(f"a certificate cannot be read: {str(e)[:200]}") from None
         if not isinstance(key, Ed25519PublicKey):
             raise UntrustedSignerError("the certificate is not for an Ed25519 key")
         return cls(leaf, key.public_bytes_raw(), tuple(others))
@@ -153,7 +151,7 @@ class Chain:
                 ca_policy=_ca_policy(), ee_policy=_leaf_policy()
             ).build_client_verifier()
             found = verifier.verify(self.leaf, list(self.others)).chain
-        except (verification.VerificationError, ValueError) as e:
+        except (verification.VerificationError, ValueError, Warning) as e:
             # What it was looking at follows in brackets, and is whatever the certificate says.
             raise UntrustedSignerError(
                 f"the certificate does not hold: {str(e).partition(' (encountered')[0][:200]}"
@@ -218,12 +216,32 @@ def _digest(certificate: x509.Certificate) -> str:
     return hashlib.sha256(certificate.public_bytes(Encoding.DER)).hexdigest()
 
 
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """Certificates are parsed piece by piece, whenever one is looked at. Raises UntrustedSignerError."""
+    from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    try:
+        yield
+    except (
+        ValueError,
+        TypeError,
+        UnsupportedAlgorithm,
+        x509.InvalidVersion,
+        x509.DuplicateExtension,
+        x509.UnsupportedGeneralNameType,
+        Warning,  # of the library, about what it will not read any longer, where warnings are errors
+    ) as e:
+        raise UntrustedSignerError(f"a certificate cannot be read: {str(e)[:200]}") from None
+
+
 def _alternative_names(leaf: x509.Certificate) -> list[str]:
     from cryptography import x509
 
     try:
         found = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
+    except x509.ExtensionNotFound:
         return []
     kinds: tuple[type[x509.RFC822Name | x509.DNSName | x509.UniformResourceIdentifier], ...] = (
         x509.RFC822Name,

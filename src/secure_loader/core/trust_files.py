@@ -175,10 +175,12 @@ def revoke(entry: Revocation) -> Path:
         The revocation list.
 
     Raises:
-        ConfigError: It is revoked already, a text that no entry can hold, or a list that cannot be read.
+        ConfigError: It is revoked already, a text that no entry can hold, or a list that cannot be read, or is a link.
         WriteError: The list cannot be written.
     """
     path = trust_dir() / REVOKED
+    if path.is_symlink():
+        raise ConfigError(f"is a link: add the entry to {path.resolve()}, where it leads to", path=path)
     lines = [
         f"{key} = {value if key in ('since', 'release') else json.dumps(value, ensure_ascii=False)}"
         for key, value in entry.document().items()

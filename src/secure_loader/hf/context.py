@@ -36,7 +36,7 @@ from ..core.secrets import Secret
 from ..core.session import Session
 from ..core.source import FileSource, read_header
 from ..core.tensors import framework
-from ..core.trust import TrustedSigner, TrustStore, verify_header
+from ..core.trust import TrustedSigner, TrustStore, revocations, verify_header
 from ..core.writer import resolve_master, resolve_signing
 from ..errors import ConfigError, ManifestError, NotEncryptedError, SecureLoaderError
 from .sniff import bytes_look_encrypted, looks_encrypted
@@ -78,7 +78,8 @@ class Writer:
         signer = TrustedSigner("this session", by.signing.verify_key(), (glob.escape(by.model_id),))
         try:
             header = read_header(source)
-            trust = TrustStore([signer], "this session (a folder without manifest: only its own files are read)")
+            where = "this session (a folder without manifest: only its own files are read)"
+            trust = TrustStore([signer], where).narrowed(revocations())
             verified = verify_header(header, env.parse(header), trust)
             policy.enforce(verified)
             return TensorFile(source, header, verified, KeyRing([by.master]), ReadOptions())

@@ -217,6 +217,12 @@ def test_revokes_a_signer_by_name_and_by_thumbprint(cli, home, file):
     assert (document["revoked"][0]["signer"], document["revoked"][0]["name"]) == (thumbprint, "alice")
 
 
+def test_a_revoked_key_signs_nothing_more(cli, encrypted, model):
+    cli("trust", "revoke", "alice", "--reason", "stolen")
+    assert "was revoked" in cli("encrypt", model, "again", code=2).err
+    assert "keygen" in cli("rewrap", encrypted, code=2).err
+
+
 def test_a_revoked_key_is_not_added_again(cli, file):
     cli("trust", "revoke", KEY.verify_key().thumbprint(), "--reason", "key stolen", "--since", "2026-01-02")
     result = cli("trust", "add", file(PUBLIC), "--name", "alice", code=2)

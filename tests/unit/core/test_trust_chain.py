@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 
 from secure_loader import TrustStore
-from secure_loader.core.trust_chain import certified
+from secure_loader.core.trust_chain import Chain, certified
 from secure_loader.core.trust_rules import parse_rules, read_rules
-from secure_loader.errors import ConfigError, FormatError, MissingFileError
+from secure_loader.errors import ConfigError, FormatError, MissingFileError, UntrustedSignerError
 from tests.attacks.kit import MALLORY, SIGN, Victim, build_file
-from tests.certificates import SERVER, pem, root
+from tests.certificates import SERVER, ders, pem, root
 
 ROOT = root()
 MIDDLE = ROOT.below()
@@ -104,3 +105,29 @@ def test_certificates_that_nobody_would_take(tmp_path):
         certified(SIGN, tmp_path / "chain.pem")
     with pytest.raises(MissingFileError):
         certified(SIGN, tmp_path / "nowhere.pem")
+
+
+def test_damaged_certificates_are_refused_in_one_way(tmp_path):
+    pem(tmp_path / "roots" / "acme.pem", ROOT.certificate)
+    [authority] = parse_rules(GOOD.encode(), str(tmp_path / "trust.toml")).authorities
+    chain, rng = ders(LEAF, MIDDLE.certificate), random.Random(5)
+    assert len(authority.certify(Chain.parse(chain), "2099-01-01T00:00:00Z")) == 3
+    for _ in range(1500):
+        damaged = [bytearray(der) for der in chain]
+        which = rng.choice(damaged)
+        at = rng.randrange(len(which))
+        which[at] ^= rng.randrange(1, 256)
+        with pytest.raises(UntrustedSignerError):
+            authority.certify(Chain.parse([bytes(der) for der in damaged]), "2099-01-01T00:00:00Z")
+
+
+@pytest.mark.filterwarnings("default")
+def test_certificates_that_the_library_only_warns_of(tmp_path):
+    """Warnings are errors in these tests; elsewhere they are not, and the certificate is looked at all the same."""
+    pem(tmp_path / "roots" / "acme.pem", ROOT.certificate)
+    [authority] = parse_rules(GOOD.encode(), str(tmp_path / "trust.toml")).authorities
+    der = bytearray(ders(LEAF)[0])
+    serial = LEAF.serial_number.to_bytes((LEAF.serial_number.bit_length() + 7) // 8, "big")
+    der[der.index(serial)] |= 0x80  # a negative number
+    with pytest.warns(Warning, match="serial number"), pytest.raises(UntrustedSignerError, match="does not hold"):
+        authority.certify(Chain.parse((bytes(der), *ders(MIDDLE.certificate))), "2099-01-01T00:00:00Z")

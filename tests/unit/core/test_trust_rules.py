@@ -356,6 +356,15 @@ def test_revoking_keeps_what_a_person_wrote():
     assert path.stat().st_mode & 0o777 == 0o644
 
 
+def test_a_list_that_is_a_link_is_not_replaced(tmp_path):
+    central = write(tmp_path / "central.toml", "")
+    trust_dir().mkdir(parents=True)
+    (trust_dir() / "revoked.toml").symlink_to(central)
+    with pytest.raises(ConfigError, match=f"is a link: add the entry to {central}"):
+        revoke(Revocation("x", NOW, model="x"))
+    assert central.read_text() == ""
+
+
 @pytest.mark.parametrize("reason", ["", "a\nb", "x" * 501, "\udc80"])
 def test_reasons_that_no_entry_can_hold(reason):
     with pytest.raises(ConfigError):
