@@ -38,7 +38,7 @@ LAYERS = (
     "core.keys.vault_api",
     "core.keys.rcar",
     "core.oms_sign core.keys.https core.keys.vault core.keys.wrapping core.keys.kbs",
-    "core.keys.kbs_publish core.keys.recipients core.keys.transit core.keys.pkcs11",
+    "core.keys.kbs_publish core.keys.recipients core.keys.transit core.keys.awskms core.keys.pkcs11",
     "core.writer",
     "core.single core.export core.rekey",
     "core.rewrap",
@@ -48,6 +48,7 @@ FRAMEWORKS = {"torch", "numpy", "ml_dtypes"}
 # Which module talks to which optional package.
 OPTIONAL = {
     "core.keys.age": {"pyrage"},
+    "core.keys.awskms": {"botocore"},
     "core.device.choice": {"torch"},
     "core.device.direct": {"cuda"},
     "core.device.driver": {"cuda"},

@@ -225,7 +225,7 @@ def request(
         rules: What the operator allows.
         deadline: When the whole answer has to be there: name service, connection, TLS and body together.
         method: ``GET`` or ``POST``.
-        headers: Header fields beyond those that are always sent.
+        headers: Header fields beyond those that are always sent, or instead of them.
         body: JSON to send; wiped by the caller.
         max_body: Bytes of body to accept.
         want_errors: Read the body of answers other than 200 as well.
@@ -397,7 +397,7 @@ def _head(url: Url, method: str, headers: Mapping[str, str | Secret], body: byte
         **headers,
     }
     if body is not None:
-        fields |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        fields |= {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
     parts: list[bytes | memoryview] = [f"{method} {target} HTTP/1.1\r\n".encode("ascii")]
     for name, value in fields.items():
         shown = value.reveal() if isinstance(value, Secret) else value.encode("utf-8", errors="surrogateescape")

@@ -39,6 +39,7 @@ BUILT_IN = {
     "https": "https:HttpsProvider",
     "vault": "vault:VaultProvider",
     "transit": "transit:TransitProvider",
+    "awskms": "awskms:AwsKmsProvider",
     "kbs": "kbs:KbsProvider",
     "pkcs11": "pkcs11:Pkcs11Provider",
 }
