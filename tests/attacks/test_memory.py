@@ -17,16 +17,20 @@ from typing import Any
 
 import pyrage
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from secure_loader import MasterKey
 from secure_loader.core.aead import ALGORITHMS
 from secure_loader.core.keys.scrypt_file import MIN_WORK, seal
 from secure_loader.core.secrets import Secret
 from tests.attacks.kit import SIGN, Victim, build_file
+from tests.integration.keys.kbs_peer import brokering
 from tests.integration.keys.services import Authority, Call, answer, serving
 
 PHRASE = b"correct horse battery staple"
 NETWORK = ("https", "vault-fields", "vault-text", "vault-document", "vault-approle")
+BROKER = {"kbs-jwk": "attest", "kbs-bare": "attest", "kbs-token": "token", "kbs-hub": "cdh"}
 CHILD = """
 import gc, sys
 import numpy
@@ -52,7 +56,8 @@ sys.stdin.read(1)
 
 @dataclass(frozen=True)
 class Scene:
-    """A model under a key that is nowhere but in its sources. ``token`` and ``pass_word`` are what Vault wants to see."""
+    """A model under a key that is nowhere but in its sources. ``token`` and ``pass_word`` are what Vault wants to see,
+    ``passport`` and ``scalar`` what a broker issued for an attested key, and that key."""
 
     model: Path
     trust: Path
@@ -63,6 +68,8 @@ class Scene:
     text: bytes
     token: bytes
     pass_word: bytes
+    passport: bytes
+    scalar: bytes
 
 
 def speaking(key: MasterKey, token: bytes) -> Callable[[Call], None]:
@@ -112,9 +119,7 @@ def scene(tmp_path_factory) -> Iterator[Scene]:
     authority = Authority(folder)
     home = folder / "home"
     home.mkdir()
-    (home / "config.toml").write_text(
-        f'[loader]\nkey_private_hosts = ["localhost"]\nkey_ca_file = "{authority.file}"\n'
-    )
+    settings = f'[loader]\nkey_private_hosts = ["localhost"]\nkey_ca_file = "{authority.file}"\n'
     token, pass_word = (secrets.token_urlsafe(40).encode() for _ in range(2))
     environment = {
         "SECURE_LOADER_HOME": str(home),
@@ -125,7 +130,18 @@ def scene(tmp_path_factory) -> Iterator[Scene]:
         "SECURE_LOADER_PASSPHRASE_FILE": str(private("phrase", PHRASE)),
         "SECURE_LOADER_AGE_IDENTITY": str(private("identity", str(identity).encode())),
     }
-    with serving(authority.issue("localhost"), speaking(key, token)) as server:
+    attested = ec.generate_private_key(ec.SECP256R1())
+    scalar = attested.private_numbers().private_value.to_bytes(32, "big")
+    identity_of = authority.issue("localhost")
+    with serving(identity_of, speaking(key, token)) as server, brokering(identity_of) as broker, brokering(None) as hub:
+        broker.resources = hub.resources = {"models/key/jwk": text, "models/key/bare": raw}
+        passport = broker.issue(attested.public_key()).encode()
+        pem = attested.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        settings += f"""kbs_url = "{broker.url}"\nkbs_evidence = ["sample"]\ninsecure_kbs_sample_evidence = true
+kbs_cdh_port = {hub.port}\nkbs_token_file = "{private("passport", passport)}"
+kbs_token_key_file = "{private("attested.pem", pem)}"\n"""
+        (home / "config.toml").write_text(settings)
+        references |= {name: f"kbs:///models/key/{'bare' if 'bare' in name else 'jwk'}" for name in BROKER}
         vault = f"vault:https://localhost:{server.port}/secret/data"
         references |= {
             "https": f"https://localhost:{server.port}/keys.json",
@@ -134,7 +150,7 @@ def scene(tmp_path_factory) -> Iterator[Scene]:
             "vault-document": f"{vault}/document",
             "vault-approle": f"{vault}/text",
         }
-        yield Scene(model, trust, raw, deks, references, environment, text, token, pass_word)
+        yield Scene(model, trust, raw, deks, references, environment, text, token, pass_word, passport, scalar)
 
 
 @contextlib.contextmanager
@@ -147,6 +163,7 @@ def process(scene: Scene, source: str, *steps: str) -> Iterator[subprocess.Popen
         | scene.environment
         | {"LD_BIND_NOW": "1"}
         | ({"THE_KEY": scene.text.decode()} if source == "env" else {})
+        | ({"SECURE_LOADER_KBS_MODE": BROKER[source]} if source in BROKER else {})
         | ({"VAULT_ROLE_ID": "loader", "VAULT_TOKEN_FILE": ""} if source == "vault-approle" else {})
     )
     ours, theirs = os.pipe()
@@ -203,9 +220,10 @@ def everything(scene: Scene) -> dict[str, bytes]:
     return wanted
 
 
-@pytest.mark.parametrize("source", ["file", "env", "fd", "passphrase", "age", *NETWORK])
+@pytest.mark.parametrize("source", ["file", "env", "fd", "passphrase", "age", *NETWORK, *BROKER])
 def test_a67_no_key_in_memory_after_closing(scene, source):
-    wanted = everything(scene) | {"token": scene.token, "secret id": scene.pass_word}
+    wanted = everything(scene) | {"token": scene.token, "secret id": scene.pass_word, "passport": scene.passport}
+    wanted |= spellings(scene.scalar, "attested key")
     with process(scene, source, "forget") as child:
         assert seen(child, wanted) == set()
 
@@ -220,7 +238,7 @@ def test_a67_the_search_finds_what_is_there(scene):
         assert "master key, raw" in seen(child, everything(scene))
 
 
-@pytest.mark.parametrize("source", ["file", "passphrase", "https", "vault-text"])
+@pytest.mark.parametrize("source", ["file", "passphrase", "https", "vault-text", "kbs-jwk"])
 def test_a67_no_key_as_text_even_while_a_model_is_open(scene, source):
     with process(scene, source, "open") as child:
         assert not [name for name in seen(child, everything(scene)) if "hex" in name or "base64" in name]
