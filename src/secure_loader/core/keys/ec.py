@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ...errors import ConfigError, KeyAccessError, MissingFileError, SignatureError, SourceError
@@ -48,6 +48,8 @@ class EcVerifyKey:
 
     def fingerprint(self) -> str:
         """SHA-256 of its PEM, in hex: what a bundle calls the hint."""
+        from cryptography.hazmat.primitives import serialization  # 3 ms that only those who have such keys pay
+
         kind, form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         return hashlib.sha256(self.public.public_bytes(kind, form)).hexdigest()
 
@@ -92,10 +94,12 @@ def read_signing_key(path: Path, passphrase: Secret | None = None) -> EcSigningK
     Raises:
         KeyAccessError: Missing, kept carelessly, no such key, or not opened by this passphrase.
     """
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key  # as above
+
     data = read_private(path)
     try:
         opened = None if passphrase is None else passphrase.reveal()
-        key = serialization.load_pem_private_key(data, opened)  # type: ignore[arg-type]  # it takes any buffer
+        key = load_pem_private_key(data, opened)  # type: ignore[arg-type]  # it takes any buffer
     except TypeError:
         why = "is encrypted under a passphrase" if passphrase is None else "is not encrypted under a passphrase"
         hint = "say where it is: --passphrase-file FILE" if passphrase is None else None
@@ -133,6 +137,8 @@ def read_verify_keys(paths: Iterable[str | os.PathLike[str]]) -> list[EcVerifyKe
 
 
 def _read_verify_key(path: Path) -> EcVerifyKey:
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key  # as above
+
     what = "file of a trusted key"
     try:
         with FileSource(path) as source:
@@ -142,7 +148,7 @@ def _read_verify_key(path: Path) -> EcVerifyKey:
         kind = MissingFileError if isinstance(e, MissingFileError) else SourceError
         raise kind(f"{what}: {e.message}", path=path) from None
     try:
-        key = serialization.load_pem_public_key(data)
+        key = load_pem_public_key(data)
     except (ValueError, UnsupportedAlgorithm):
         private = b"PRIVATE KEY" in data
         raise ConfigError(
