@@ -116,6 +116,18 @@ def test_a33_what_is_no_reference(rest, settings, peer):
     assert peer.calls == []
 
 
+def test_a33_passwords_in_references_are_not_repeated():
+    for reference in (
+        f"kbs://me:hunter2@kbs.example/{PATH}",
+        f"kbs://hunter2@kbs.example/{PATH}",
+        f"kbs:///{PATH}?key=hunter2",
+    ):
+        with pytest.raises(ConfigError, match="keys takes references") as caught:
+            LoaderConfig(keys=reference)
+        assert "hunter2" not in str(caught.value)
+    assert LoaderConfig(keys=f"kbs://kbs.example:8080/{PATH}").keys == (f"kbs://kbs.example:8080/{PATH}",)
+
+
 @pytest.mark.parametrize("host", ["169.254.169.254", "10.0.0.1", "[::1]", "localhost", "127.0.0.1"])
 def test_a33_addresses_inside(host, settings, peer):
     with refused(KeyAccessError, "which is not a public one"):

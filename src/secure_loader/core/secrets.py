@@ -18,7 +18,7 @@ _ARMOUR = ("-----BEGIN", "PRIVATE KEY", "AGE-SECRET-KEY")
 _SCHEME = re.compile(r"(file|env|fd|passphrase|age):")
 # Vault's, and URLs that hold a password or, it may be, a token: whatever is not a version of a secret.
 _TOKEN = re.compile(r"(hv[sbr]|[sbr])\.[\w-]{24,}", re.ASCII)
-_LOADED_URL = re.compile(r"(\w+:)?https?://([^/?#]*@|[^?#]*\?(?!version=\d+$))", re.IGNORECASE)
+_LOADED_URL = re.compile(r"((\w+:)?https?|kbs)://([^/?#]*@|[^?#]*\?(?!version=\d+$))", re.IGNORECASE)
 # RFC 7512 lets a reference hold the PIN.
 _PIN = re.compile(r"pkcs11:.*[?&]pin-value=", re.IGNORECASE)
 # So many capitals are not the beginnings of words.
