@@ -205,6 +205,17 @@ def _trust(commands: _Commands) -> None:
     p.add_argument("name", metavar="NAME", help="as in trust list")
     p = _command(
         actions,
+        "request",
+        "keys:trust_request",
+        "Print a request for a certificate of a signing key, for a certificate authority.",
+        "secure-loader trust request alice > alice.csr\n"
+        "secure-loader trust request alice --subject 'CN=Release,O=Acme' > alice.csr",
+        "Readers who trust the authority need no trust file then: encrypt --certificate.",
+    )
+    p.add_argument("name", metavar="NAME", help="as given to keygen, or a kid")
+    p.add_argument("--subject", metavar="NAMES", help="as RFC 4514 has it (default: CN=NAME)")
+    p = _command(
+        actions,
         "revoke",
         "keys:trust_revoke",
         "Take a signer, a release or a file no more, whoever names it.",

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..core import strict_json, trust_files
+from ..core.home import keys_dir
 from ..core.keys.generate import NewKeys, generate_keys
+from ..core.keys.local import find_signing_key
 from ..core.keys.passphrase import ask_for_new, check_new, read_passphrase
 from ..core.secrets import Secret
 from ..core.source import read_small_file
 from ..core.trust import MAX_TRUST_FILE, TrustedSigner, parse_trusted, read_trust_file
+from ..core.trust_chain import request
 from ..core.trust_files import RulesFile, TrustFile
 from ..core.trust_rules import Revocation, Rules
 from ..core.trust_toml import parse_time, time_text
@@ -252,6 +255,12 @@ def trust_export(args: Arguments, out: Output) -> None:
     if not path.exists():
         raise ConfigError(f"no signer named {args.name!r} is trusted", hint="see who is with: secure-loader trust list")
     out.text(trust_files.document_bytes(read_trust_file(path)).decode())
+
+
+def trust_request(args: Arguments, out: Output) -> None:
+    """``trust request NAME``."""
+    signing = find_signing_key([keys_dir()], args.name)
+    out.text(request(signing, args.subject or f"CN={args.name}"))
 
 
 def _read_signer(file: str, name: str | None) -> TrustedSigner:

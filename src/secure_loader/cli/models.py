@@ -263,6 +263,8 @@ def _summary(seen: Inspection, signers: dict[str, str], out: Output) -> list[str
                 ("key", _join(f"{f.key_id} ({f.algorithm})" for f in files if f.key_id)),
                 ("recipients", _join(", ".join(f.recipients) for f in files)),
                 ("signer", _join(signers.values())),
+                ("certificate", _join(f.certificate for f in files if f.certificate)),
+                ("second", _join("ML-DSA-65" for f in files if f.post_quantum)),
                 ("policy", _join(_policy(f) for f in files)),
                 ("for brokers", _join(_broker_policy(f) for f in files)),
             ]

@@ -22,6 +22,7 @@ from .pipeline import ClearBytes, Digests, Wanted, annotate, read
 from .report import Advance, progress_bar
 from .session import Session, TrustSources
 from .source import FileSource, read_header, read_small_file
+from .trust_chain import describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class FileSummary:
         local_policy: Embedded Rego text, or None.
         recipients: For whom the master key is wrapped.
         remote_policy: Embedded Rego text for the key broker, or None.
+        certificate: What the signer's certificate says, or None.
+        post_quantum: Whether there is a second signature, ML-DSA-65.
     """
 
     name: str
@@ -67,6 +70,8 @@ class FileSummary:
     local_policy: str | None
     recipients: tuple[str, ...] = ()
     remote_policy: str | None = None
+    certificate: str | None = None
+    post_quantum: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +233,8 @@ def _describe(name: str, nbytes: int, header: Header, envelope: env.Envelope | N
         chunk_size=None if envelope is None else envelope.chunk_size,
         key_id=None if envelope is None else envelope.enc.kid,
         signer_key_id=None if envelope is None else envelope.sign.kid,
+        certificate=describe(envelope.sign.x5c) if envelope is not None and envelope.sign.x5c else None,
+        post_quantum=envelope is not None and envelope.second is not None,
         model_id=None if profile is None else profile.model_id,
         release=None if profile is None else profile.release,
         created=None if profile is None else profile.created,

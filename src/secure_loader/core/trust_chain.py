@@ -261,6 +261,42 @@ def _read_pem(path: Path, what: str) -> list[x509.Certificate]:
         raise ConfigError(f"{what} cannot be used: {str(e)[:200]}", path=path) from None
 
 
+def describe(ders: Sequence[bytes]) -> str:
+    """What the certificate of a signer says, for a person; nothing of it was verified."""
+    try:
+        leaf = Chain.parse(ders).leaf
+        with _readable():
+            names = [leaf.subject.rfc4514_string(), *_alternative_names(leaf)]
+            return f"{', '.join(filter(None, names))}; until {leaf.not_valid_after_utc:%Y-%m-%d}"
+    except UntrustedSignerError as e:
+        return e.message
+
+
+def request(key: SigningKey, name: str) -> str:
+    """A request for a certificate (PKCS #10, PEM), which an authority signs.
+
+    Args:
+        key: Whose certificate it will be.
+        name: Its subject, as RFC 4514 has it: ``CN=Release Signing,O=Acme GmbH``.
+
+    Raises:
+        ConfigError: No such name.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import Encoding
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    try:
+        subject = x509.Name.from_rfc4514_string(name)
+    except ValueError:
+        raise ConfigError(f"{name!r} is no name such as CN=Release Signing,O=Acme") from None
+    builder = x509.CertificateSigningRequestBuilder().subject_name(subject)
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING])
+    private = Ed25519PrivateKey.from_private_bytes(key.secret.reveal())
+    return builder.add_extension(usage, critical=False).sign(private, None).public_bytes(Encoding.PEM).decode()
+
+
 def certified(key: SigningKey, path: Path) -> SigningKey:
     """A signing key with its certificates, which go into whatever it signs.
 

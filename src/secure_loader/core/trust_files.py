@@ -47,8 +47,8 @@ class RulesFile:
 
     Attributes:
         path: The file.
-        rules: What it says, or None when it cannot be used.
-        problem: Why it cannot be used, or None.
+        rules: What it says, or None when it cannot be read.
+        problem: Why it, or a file that it names, cannot be used, or None.
     """
 
     path: Path
@@ -87,10 +87,14 @@ def list_rules() -> Iterator[RulesFile]:
     """Every file of rules and revocations that the user's own trust store has, usable or not."""
     for path in (home() / RULES, trust_dir() / RULES, trust_dir() / REVOKED):
         if os.path.lexists(path):
+            rules = None
             try:
-                yield RulesFile(path, read_rules(path), None)
+                rules = read_rules(path)
+                for authority in rules.authorities:
+                    authority.read_roots()  # which a load reads when it has to
+                yield RulesFile(path, rules, None)
             except SecureLoaderError as e:
-                yield RulesFile(path, None, e)
+                yield RulesFile(path, rules, e)
 
 
 def add(signer: TrustedSigner, *, force: bool = False) -> Path:

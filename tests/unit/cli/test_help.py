@@ -36,6 +36,7 @@ def test_there_is_what_the_design_lists():
         "trust add",
         "trust remove",
         "trust export",
+        "trust request",
         "trust revoke",
         "recipients new",
         "recipients list",

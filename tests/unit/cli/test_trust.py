@@ -291,6 +291,7 @@ def test_pairs_of_keys(cli, home, model, tmp_path, file):
     assert "+ ML-DSA-65" in cli("trust", "list").out
     cli("encrypt", model, tmp_path / "enc", "-k", "alice", "--model-id", "alice/tiny")
     cli("verify", tmp_path / "enc")
+    assert "ML-DSA-65" in cli("inspect", tmp_path / "enc").out
     document = json.loads(cli("trust", "export", "alice").out)
     assert document["post_quantum"]["alg"] == "ML-DSA-65"
     cli("trust", "remove", "alice")
@@ -323,8 +324,27 @@ def test_certificates(cli, home, model, tmp_path):
     out = cli("trust", "list").out
     assert "O = Acme" in out
     assert "acme/*" in out
+    (home / "trust" / "roots" / "acme.pem").rename(home / "trust" / "roots" / "moved.pem")
+    assert "no such file of root certificates" in cli("trust", "list", code=7).err
+    (home / "trust" / "roots" / "moved.pem").rename(home / "trust" / "roots" / "acme.pem")
     assert cli("trust", "list", "--json").json["authorities"][0]["name"] == "acme"
     cli("rewrap", tmp_path / "enc", "--release", "2", "--trust", home / "trust")
     assert "does not name" in cli("verify", tmp_path / "enc", code=3).err
     result = cli("encrypt", model, tmp_path / "other", "--certificate", home / "trust" / "roots" / "acme.pem", code=2)
     assert "not for an Ed25519 key" in result.err
+
+
+def test_requests_a_certificate(cli, home):
+    from cryptography import x509
+
+    made = cli("keygen", "alice", "--json").json
+    for words, subject in (((), "CN=alice"), (("--subject", "CN=Release,O=Acme, Inc".replace(", ", "\\, ")), None)):
+        csr = x509.load_pem_x509_csr(cli("trust", "request", "alice", *words).out.encode())
+        assert csr.is_signature_valid
+        assert subject in (None, csr.subject.rfc4514_string())
+        public = csr.public_key().public_bytes_raw()
+        assert public == read_trust_file(home / "trust" / "alice.json").key.public
+    assert csr.subject.get_attributes_for_oid(x509.NameOID.ORGANIZATION_NAME)[0].value == "Acme, Inc"
+    assert "is no name" in cli("trust", "request", "alice", "--subject", "Acme", code=2).err
+    assert "no signing key" in cli("trust", "request", "bob", code=5).err
+    assert cli("trust", "request", made["signing_key_id"]).out.startswith("-----BEGIN CERTIFICATE REQUEST")

@@ -43,6 +43,22 @@ def test_the_commands_run(cli, home, model, tmp_path):
     assert len(read_rules(home / "trust" / "revoked.toml").revoked) == 5
 
 
+def test_an_authority_of_openssl(cli, home, model, tmp_path):
+    cli("keygen", "acme")
+    request = cli("trust", "request", "acme", "--subject", "CN=Release Signing,O=Acme GmbH").out
+    (tmp_path / "acme.csr").write_text(request)
+    (script,) = blocks("sh-authority")
+    subprocess.run(["bash", "-eu", "-c", script], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    cli("encrypt", model, tmp_path / "model-enc", "--model-id", "acme/tiny", "--certificate", tmp_path / "chain.pem")
+    (home / "trust" / "roots").mkdir()
+    (home / "trust" / "roots" / "acme.pem").write_bytes((tmp_path / "root.pem").read_bytes())
+    (home / "trust.toml").write_text(blocks("toml")[1])
+    cli("trust", "remove", "acme")
+    cli("verify", tmp_path / "model-enc")
+    seen = cli("inspect", tmp_path / "model-enc").out
+    assert "CN=Release Signing,O=Acme GmbH, email:models@release.acme.example; until " in seen
+
+
 def test_the_files_are_read():
     rules, authorities, revoked = blocks("toml")
     assert [a.name for a in parse_rules(authorities.encode(), "guide").authorities] == ["acme"]
