@@ -206,7 +206,8 @@ def chosen(
     """
     otherwise = otherwise or default_policy()
     return Policy(
-        otherwise.local if local is None else publishable(local), otherwise.remote if remote is None else carried(remote)
+        otherwise.local if local is None else publishable(local),
+        otherwise.remote if remote is None else carried(remote),
     )
 
 

@@ -164,7 +164,15 @@ def encrypt_model(
             publication.signing.verify_key().thumbprint(),
             *(hashlib.sha256(certificate).hexdigest() for certificate in publication.signing.chain),
         ],
-        "settings": [publication.model_id, release, version, chunk_size, keep_names, publication.policy.local, publication.policy.remote],
+        "settings": [
+            publication.model_id,
+            release,
+            version,
+            chunk_size,
+            keep_names,
+            publication.policy.local,
+            publication.policy.remote,
+        ],
         "recipients": [[*target.name, target.thumbprint()] for target in for_whom],
         "sealed": hashlib.sha256("\0".join(sorted(sealed)).encode()).hexdigest(),
     }
@@ -227,9 +235,7 @@ def _resume(staging: Staging, publication: Publication, for_whom: Sequence[Targe
     except BaseException:
         discard(staging.target)
         raise
-    staging.remember(
-        {"created": publication.created, "recipients": [[e.alg, e.kid, e.wrapped.hex()] for e in entries]}
-    )
+    staging.remember({"created": publication.created, "recipients": [[e.alg, e.kid, e.wrapped.hex()] for e in entries]})
     return replace(publication, recipients=entries), False
 
 
