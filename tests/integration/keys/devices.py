@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,46 @@ class SoftHsm:
             "pkcs11-tool", "--module", str(SOFTHSM), "--token-label", token, "--login", "--pin", PIN,
             "--keygen", "--key-type", kind, "--label", label, *options,
         )  # fmt: skip
+
+
+class SoftTpm:
+    """swtpm with a state of its own, without a resource manager: whoever leaves objects behind soon finds no room.
+
+    Attributes:
+        tcti: Where it is, as tpm2-tools and we take it.
+        process: The program.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        needs("swtpm", "tpm2_pcrextend")
+        self.socket = folder / "tpm"
+        self.tcti = f"swtpm:path={self.socket}"
+        words = [
+            "swtpm", "socket", "--tpm2", "--tpmstate", f"dir={folder}", "--server", f"type=unixio,path={self.socket}",
+            "--ctrl", f"type=unixio,path={self.socket}.ctrl", "--flags", "not-need-init,startup-clear",
+        ]  # fmt: skip
+        self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(500):
+            if self.socket.exists() or self.process.poll() is not None:
+                break
+            time.sleep(0.01)
+        assert self.socket.exists(), "swtpm does not start"
+
+    def run(self, *words: str | Path, tcti: str | None = None) -> bytes:
+        """A program of tpm2-tools."""
+        environment = os.environ | {"TPM2TOOLS_TCTI": tcti or self.tcti, "TSS2_LOG": "all+none"}
+        done = subprocess.run(words, env=environment, capture_output=True, timeout=30, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def left(self) -> bytes:
+        """Handles of objects and sessions that nobody flushed."""
+        kinds = ("handles-transient", "handles-loaded-session", "handles-saved-session")
+        return b"".join(self.run("tpm2_getcap", kind) for kind in kinds)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
 
 
 def faulty_module(folder: Path) -> Path:

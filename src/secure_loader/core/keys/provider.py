@@ -42,6 +42,7 @@ BUILT_IN = {
     "awskms": "awskms:AwsKmsProvider",
     "kbs": "kbs:KbsProvider",
     "pkcs11": "pkcs11:Pkcs11Provider",
+    "tpm2": "tpm2:Tpm2Provider",
 }
 
 # Schemes of sources on this machine, whose references hold nothing but names and paths.
