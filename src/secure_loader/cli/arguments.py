@@ -511,10 +511,16 @@ def _publish(commands: _Commands) -> None:
     p.add_argument(
         "-k", "--key", metavar="NAME", help="a NAME given to keygen, or a kid (default: the only one there is)"
     )
-    p.add_argument(
+    policy = p.add_mutually_exclusive_group()
+    policy.add_argument(
         "--policy",
         metavar="FILE",
         help="resource policy in Rego, which replaces the broker's for all its resources (default: it stays as it is)",
+    )
+    policy.add_argument(
+        "--policy-of",
+        metavar="MODEL",
+        help="likewise, the one that an encrypted model carries for brokers (encrypt --remote-policy); the model is verified",
     )
     who = p.add_mutually_exclusive_group(required=True)
     who.add_argument(
@@ -524,6 +530,7 @@ def _publish(commands: _Commands) -> None:
     p.add_argument(
         "--role", default="admin", help="with --admin-key: the role that the token claims (default: %(default)s)"
     )
+    _trusting(p)
 
 
 def _bench(commands: _Commands) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..config import load
 from ..core.keys.kbs import read_token
-from ..core.keys.kbs_publish import admin_token, publish, read_policy
+from ..core.keys.kbs_publish import admin_token, policy_of, publish, read_policy
 from ..core.secrets import looks_like_key
 from ..core.writer import resolve_master
 from ..errors import ConfigError
@@ -20,7 +20,11 @@ def publish_key(args: Arguments, out: Output) -> None:
     for option in ("admin_key", "admin_token_file"):
         if looks_like_key(getattr(args, option) or ""):
             raise ConfigError(f"--{option.replace('_', '-')} takes the path of a file, never what is in it")
-    policy = None if args.policy is None else read_policy(Path(args.policy))
+    policy = None
+    if args.policy is not None:
+        policy = read_policy(args.policy)
+    elif args.policy_of is not None:
+        policy = policy_of(args.policy_of, args.trust)
     master = resolve_master(args.key)
     token = (
         read_token(Path(args.admin_token_file), "administrator's token file")

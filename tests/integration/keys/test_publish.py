@@ -11,8 +11,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from secure_loader.cli import main
 from secure_loader.config import LoaderConfig
+from secure_loader.core.envelope import Policy
 from secure_loader.core.keys.provider import KeyRing
-from tests.attacks.kit import KEY, assert_no_secret
+from secure_loader.core.policy import default_policy
+from tests.attacks.kit import KEY, SIGN, assert_no_secret, build_file, build_folder
 from tests.integration.keys.kbs_peer import brokering, unb64url
 from tests.integration.keys.services import request_for
 
@@ -141,13 +143,16 @@ def test_keys_and_tokens_that_cannot_be_used(admin, peer, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("package policy\nallow = true\n", "does not say"),
-        ("package policy\ndefault allow := true\n", "does not say"),
-        ("# default allow := false\npackage policy\n", "does not say"),
-        ("package model\ndefault allow := false\n", "does not say"),
-        ("package policy\ndefault allow = false\n" + "#" * 65536, "at most 65,536"),
-        (b"package policy\ndefault allow := false\n\xff", "is not UTF-8"),
+        ("package policy\nallow = true\n", "does not deny by default"),
+        ("package policy\ndefault allow := true\n", "does not deny by default"),
+        ("# default allow := false\npackage policy\n", "does not deny by default"),
+        ("package model\nallow = true", "holds no policy in package policy"),
+        ("package model\ndefault allow := false\n", "holds no policy in package policy"),
+        ("package other\ndefault allow := false\n", "brokers take policy"),
+        ("package policy\ndefault allow := false\nallow if", "line 3: expecting expression"),
+        (b"package policy\ndefault allow := false\n\xff", "UTF-8"),
     ],
+    ids=range(8),
 )
 def test_policies_that_deny_nothing(text, words, admin, peer, tmp_path, capsys):
     policy = tmp_path / "policy.rego"
@@ -156,9 +161,44 @@ def test_policies_that_deny_nothing(text, words, admin, peer, tmp_path, capsys):
     assert peer.calls == []
 
 
-def test_a_policy_that_is_not_there(admin, peer, tmp_path, capsys):
-    text = run(capsys, "publish", f"kbs:///{PATH}", "--policy", tmp_path / "none", "--admin-key", admin, code=2)
-    assert "the policy" in text
+def test_policies_that_cannot_be_read(admin, peer, tmp_path, capsys):
+    (tmp_path / "large").write_text("package policy\ndefault allow := false\n" + "#" * 65536)
+    for name in ("none", "large"):
+        text = run(capsys, "publish", f"kbs:///{PATH}", "--policy", tmp_path / name, "--admin-key", admin, code=7)
+        assert str(tmp_path / name) in text
+    assert peer.calls == []
+
+
+@pytest.fixture
+def signer(tmp_path):
+    file = tmp_path / "signer.json"
+    file.write_text(json.dumps({"name": "publisher", "key": SIGN.verify_key().document()}))
+    file.chmod(0o644)
+    return file
+
+
+@pytest.mark.parametrize("shards", [0, 1, 2])
+def test_the_policy_that_a_model_carries(shards, admin, signer, peer, tmp_path, capsys):
+    """A file, a folder of one, a folder of two."""
+    if shards:
+        model = build_folder(tmp_path / "model", shards=shards, remote_policy=POLICY)
+    else:
+        model = build_file(tmp_path / "m.safetensors", policy=Policy(default_policy().local, POLICY.read_text()))
+    words = ("publish", f"kbs:///{PATH}", "--policy-of", model, "--admin-key", admin, "--trust", signer)
+    assert "policy    replaced" in run(capsys, *words)
+    assert peer.policy == POLICY.read_text()
+    peer.reset()
+    text = run(capsys, *words[:-2], code=3)
+    assert "is not trusted" in text or "trust" in text
+    assert peer.calls == [], "a policy that nobody vouches for goes nowhere"
+
+
+def test_a_model_without_a_policy_for_brokers(admin, signer, peer, tmp_path, capsys):
+    model = build_file(tmp_path / "m.safetensors")
+    words = ("publish", f"kbs:///{PATH}", "--admin-key", admin, "--trust", signer, "--policy-of")
+    assert "holds no policy in package policy" in run(capsys, *words, model, code=2)
+    run(capsys, *words, tmp_path / "none", code=7)
+    assert peer.calls == []
 
 
 # --- the policy in configs -----------------------------------------------------------------------------------------

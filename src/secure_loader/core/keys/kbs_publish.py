@@ -16,11 +16,14 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from ...config import LoaderConfig
-from ...errors import ConfigError, KeyAccessError, SourceError
+from ...config import LoaderConfig, load
+from ...errors import ConfigError, KeyAccessError
 from .. import strict_json
+from ..checkpoint import Checkpoint
+from ..policy import is_trivial
+from ..policy_lint import carried
 from ..secrets import Secret, wipe
-from ..source import read_small_file
+from ..session import Session, TrustSources
 from .fetch import rules_of
 from .jwk import MasterKey, b64url
 from .kbs import broker_url, parse_resource
@@ -29,10 +32,8 @@ from .net import Deadline
 from .provider import split_reference
 from .rcar import Broker, kind_of
 
-MAX_POLICY = 64 * 1024
 _TOKEN_SECONDS = 300
-_PACKAGE = re.compile(r"^package[ \t]+policy[ \t]*$", re.MULTILINE)
-_DENIES = re.compile(r"^default[ \t]+allow[ \t]*:?=[ \t]*false[ \t]*$", re.MULTILINE)
+_PACKAGE = re.compile(r"^[ \t]*package[ \t]+policy[ \t]*(?:#.*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +94,47 @@ def _put(broker: Broker, what: str, token: Secret, body: bytearray) -> None:
         broker.refuse(response, kind_of(response))
 
 
-def read_policy(path: Path) -> str:
-    """A resource policy that denies what it does not allow.
+def read_policy(path: str | os.PathLike[str]) -> str:
+    """A resource policy from a file.
 
     Raises:
-        ConfigError: It cannot be read, or is none.
+        ConfigError: Not a policy that a broker takes, or one that does not deny by default; or there is no engine to parse it.
+        SourceError: Not readable.
     """
-    try:
-        text = read_small_file(os.fspath(path), MAX_POLICY).decode("utf-8")
-    except SourceError as e:
-        raise ConfigError(f"the policy {e.message}", path=path) from None
-    except UnicodeError:
-        raise ConfigError("the policy is not UTF-8", path=path) from None
-    if not _PACKAGE.search(text) or not _DENIES.search(text):
+    return _for_brokers(carried(path), path)
+
+
+def policy_of(model: str | os.PathLike[str], trust: TrustSources | None = None) -> str:
+    """The resource policy that the publisher of a model wants brokers to enforce.
+
+    Args:
+        model: A folder or file, which is verified.
+        trust: Whom to trust, as for :func:`core.session.safe_open`.
+
+    Raises:
+        ConfigError: It carries none for brokers such as these, or its files differ.
+        VerificationError, FormatError, SourceError: As :func:`core.inspection.verify`.
+    """
+    session, where = Session(keys=[], trust=trust, config=load()), Path(model)
+    checkpoint = Checkpoint(where, session) if where.is_dir() else None
+    found = set()
+    for name in [""] if checkpoint is None else checkpoint.shards():
+        file = session.open_file(where) if checkpoint is None else checkpoint.open(name)
+        with file.source:
+            if file.verified is None:
+                raise ConfigError("is not encrypted, and carries no policy", path=where)
+            found.add(file.verified.envelope.policy.remote)
+    if len(found) != 1:
+        raise ConfigError("its files carry different policies for brokers", path=where)
+    return _for_brokers(found.pop(), where)
+
+
+def _for_brokers(text: str, where: str | os.PathLike[str]) -> str:
+    if is_trivial(text) or not _PACKAGE.search(text):
         raise ConfigError(
-            "the policy does not say 'package policy' and 'default allow := false', each on a line of its own",
-            path=path,
-            hint="a broker without a default gives every key to everybody who is attested; configs/trustee.rego is one to start from",
+            "holds no policy in package policy, which a broker takes",
+            path=where,
+            hint="configs/trustee.rego is one to start from",
         )
     return text
 
