@@ -11,8 +11,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from secure_loader import SigningKey, TrustStore
+from secure_loader import SigningKey, TrustedSigner, TrustStore
+from secure_loader.core.keys.mldsa import SecondSigningKey
 from secure_loader.core.manifest import MANIFEST
+from secure_loader.core.secrets import Secret
 from secure_loader.core.trust_chain import Authority
 from secure_loader.core.trust_rules import Revocation, Rule, Rules
 from secure_loader.errors import (
@@ -266,3 +268,15 @@ def test_a26_a_chain_put_in_afterwards(tmp_path, operator):
     rewrite(path, lambda doc: inner(doc, "__crypto_keys__", lambda v: v["sign"].update(x5c=texts)))
     refuses(path, operator(), "does not match", kind=SignatureError)
     assert not (tmp_path / MANIFEST).exists()
+
+
+def test_a22_a_certificate_is_no_way_around_the_second_key(tmp_path, operator):
+    """Who broke the Ed25519 key shows its genuine certificate, under a kid that the store does not have."""
+    second = SecondSigningKey(SIGN.kid, Secret(bytes(32)))
+    pair = TrustedSigner("me", replace(SIGN, second=second).verify_key())
+    store = TrustStore([pair], rules=operator().rules)
+    renamed = replace(SIGN, kid="another kid")
+    refuses(file_of(tmp_path, CHAIN, renamed), store, "its signature is missing")
+    folder = build_folder(tmp_path / "folder", signing_key=replace(renamed, chain=CHAIN))
+    refuses(folder, store, "its signature is missing")
+    Victim(store=store).load(file_of(tmp_path, CHAIN, replace(renamed, second=replace(second, kid=renamed.kid))))

@@ -175,7 +175,8 @@ def trust_revoke(args: Arguments, out: Output) -> None:
 
         what |= identify(args.file)
     elif args.digest is not None:
-        what["file_id" if len(args.digest) == _FILE_ID_DIGITS else "sha256"] = args.digest
+        digest = args.digest.replace(":", "").lower()  # OpenSSL writes fingerprints in capitals, with colons
+        what["file_id" if len(digest) == _FILE_ID_DIGITS else "sha256"] = digest
     entry = Revocation(args.reason, since, **what)
     path = trust_files.revoke(entry)
     out.result(

@@ -159,7 +159,7 @@ class TrustStore:
         """
         candidates = [s for s in self.signers if s.key.kid == kid]
         if not candidates and chain and self.rules.authorities:
-            return self._verify_certified(Chain.parse(chain), message, signature, kid, subject)
+            return self._verify_certified(Chain.parse(chain), message, signature, kid, subject, second)
         if not candidates:
             raise UntrustedSignerError(
                 f"signed by {kid!r}, whom {self.where} does not name",
@@ -176,20 +176,21 @@ class TrustStore:
         return self._authorised(candidates, subject.model_id)
 
     def _verify_certified(
-        self, chain: Chain, message: bytes, signature: bytes, kid: str, subject: Subject
+        self, chain: Chain, message: bytes, signature: bytes, kid: str, subject: Subject, second: Second | None
     ) -> TrustedSigner:
         _check_signature(chain.public, message, signature, kid)
-        refusals = []
+        key, refusals = VerifyKey(kid, chain.public), []
+        # A certificate for a key that is in the store under another kid is no way around its second key.
+        same = [s for s in self.signers if s.key.public == chain.public]
+        thumbprints = [key.thumbprint(), *_check_second(same, kid, second)]
         for authority in self.rules.authorities:
-            signer = TrustedSigner(
-                authority.name, VerifyKey(kid, chain.public), authority.models, authority=authority.name
-            )
+            signer = TrustedSigner(authority.name, key, authority.models, authority=authority.name)
             try:
                 certificates = authority.certify(chain, subject.created)
             except UntrustedSignerError as e:
                 refusals.append(f"{authority.name}: {e.message}")
                 continue
-            self.rules.check([authority.name], [signer.key.thumbprint()], subject, certificates)
+            self.rules.check([authority.name], thumbprints, subject, certificates)
             if _allows(signer, subject.model_id):
                 return signer
             refusals.append(f"{authority.name}: not for {subject}")

@@ -10,6 +10,7 @@ import contextlib
 import datetime as dt
 import fnmatch
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _KEYS = {"name", "roots", "models", "subject", "san", "not_after"}
 _SUBJECT = {"CN", "O", "OU", "C", "L", "ST", "STREET", "DC", "UID", "emailAddress", "serialNumber"}
 _OIDS = {"1.2.840.113549.1.9.1": "emailAddress", "2.5.4.5": "serialNumber"}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SAN = ("email", "dns", "uri")
 
 
@@ -333,8 +335,8 @@ def parse_authority(doc: Mapping[str, Any], where: str) -> Authority:
     """
     toml.only(doc, _KEYS, "[[authority]]")
     name, subject = doc.get("name"), doc.get("subject", {})
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise FormatError("[[authority]] needs a name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise FormatError("[[authority]] needs a name: letters, digits, dots, dashes and underscores")
     roots, models, san = (toml.texts(doc, key) for key in ("roots", "models", "san"))
     if roots is None or models is None:
         raise FormatError("[[authority]] needs roots, PEM files, and models, patterns")
@@ -346,5 +348,8 @@ def parse_authority(doc: Mapping[str, Any], where: str) -> Authority:
         raise FormatError("[[authority]] needs subject or san: what a signer's certificate must say")
     if not all(pattern.partition(":")[0] in _SAN and pattern.partition(":")[2] for pattern in san or ()):
         raise FormatError("san takes patterns such as email:*@example.org, dns:… and uri:…")
-    paths = tuple(Path(where).parent / Path(root).expanduser() for root in roots)
+    try:
+        paths = tuple(Path(where).parent / Path(root).expanduser() for root in roots)
+    except RuntimeError as e:
+        raise FormatError(f"roots: {e}") from None
     return Authority(name, paths, models, tuple(subject.items()), san or (), toml.time(doc, "not_after"), where)

@@ -235,7 +235,7 @@ def test_revokes_releases_and_files(cli, encrypted):
         cli("trust", "revoke", "--model", "alice/tiny", "--release", 1, "--reason", "x", "--json").json,
         cli("trust", "revoke", "--file", shard, "--reason", "x", "--json").json,
         cli("trust", "revoke", "--file", encrypted / "secure_manifest.json", "--reason", "x", "--json").json,
-        cli("trust", "revoke", "--digest", "ab" * 32, "--reason", "x", "--json").json,
+        cli("trust", "revoke", "--digest", ":".join(["AB"] * 32), "--reason", "x", "--json").json,
         cli("trust", "revoke", "--digest", "ab" * 16, "--reason", "x", "--json").json,
     ]
     assert [sorted(e) for e in entries] == [
@@ -245,6 +245,7 @@ def test_revokes_releases_and_files(cli, encrypted):
         ["file", "reason", "sha256", "since"],
         ["file", "file_id", "reason", "since"],
     ]
+    assert entries[3]["sha256"] == "ab" * 32
     for path in (encrypted, shard):
         assert "was revoked on" in cli("verify", path, code=3).err
 

@@ -60,6 +60,8 @@ def test_roots_elsewhere(tmp_path):
     [
         ('name = "acme"', "", "needs a name"),
         ('name = "acme"', 'name = "a\\tb"', "needs a name"),
+        ('name = "acme"', 'name = "a@b"', "needs a name"),
+        ("roots/acme.pem", "~nobody-of-this-name/acme.pem", "roots: "),
         ('roots = ["roots/acme.pem"]', "", "needs roots"),
         ('["roots/acme.pem"]', '"roots/acme.pem"', "roots must be a list"),
         ('models = ["demo/*"]', "", "needs roots, PEM files, and models"),
