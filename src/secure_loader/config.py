@@ -78,7 +78,8 @@ class LoaderConfig:
             ``"auto"``: where cuFile can, and the page cache does not have them; ``"on"``: or not at all; ``"off"``: never.
         allow_missing_weights: Let a framework initialise weights that the checkpoint does not hold, such as the new head
             of a model that is going to be trained. Weights that the manifest lists must be read all the same.
-        key_timeout_seconds: Time for one answer of a network key source: name service, connection, TLS and body together.
+        key_timeout_seconds: Time for one answer of a key service (name service, connection, TLS and body together) or of a device
+            that has keys.
         key_private_hosts: Hosts of network key sources that may have private, loopback or link-local addresses;
             None: none may.
         key_ca_file: PEM file with the only certificates that may vouch for network key sources; None takes the system's.

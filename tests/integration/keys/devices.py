@@ -32,14 +32,15 @@ class SoftHsm:
         pin: File that holds the PIN of all tokens.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pin: str = PIN) -> None:
         needs("softhsm2-util", "pkcs11-tool")
         (folder / "tokens").mkdir()
         self.settings = folder / "softhsm2.conf"
         self.settings.write_text(f"directories.tokendir = {folder}/tokens\nobjectstore.backend = file\n")
         self.pin = folder / "pin"
         self.pin.touch(0o600)
-        self.pin.write_text(PIN + "\n")
+        self.pin.write_text(pin + "\n")
+        self._pin = pin
 
     def run(self, *words: str) -> str:
         environment = os.environ | {"SOFTHSM2_CONF": str(self.settings)}
@@ -48,11 +49,13 @@ class SoftHsm:
         return done.stdout
 
     def token(self, label: str) -> None:
-        self.run(*f"softhsm2-util --init-token --free --label {label} --pin {PIN} --so-pin so-{PIN}".split())
+        self.run(
+            *f"softhsm2-util --init-token --free --label {label} --pin {self._pin} --so-pin so-{self._pin}".split()
+        )
 
     def key(self, label: str, *options: str, token: str = "models", kind: str = "AES:32") -> None:
         self.run(
-            "pkcs11-tool", "--module", str(SOFTHSM), "--token-label", token, "--login", "--pin", PIN,
+            "pkcs11-tool", "--module", str(SOFTHSM), "--token-label", token, "--login", "--pin", self._pin,
             "--keygen", "--key-type", kind, "--label", label, *options,
         )  # fmt: skip
 

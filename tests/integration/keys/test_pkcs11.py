@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -13,8 +14,11 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import secure_loader
 from secure_loader import encrypt_model
@@ -438,6 +442,25 @@ def test_spellings_of_one_uri():
 def test_references_that_are_none(reference, words):
     with refused(KeyAccessError, words):
         parse_uri(reference)
+
+
+@given(st.text(min_size=1), st.text(min_size=1), st.binary(min_size=1))
+def test_names_survive_their_spelling(token, label, number):
+    quoted = ";".join(f"{n}={quote(v, safe='')}" for n, v in (("token", token), ("object", label), ("id", number)))
+    try:
+        uri = parse_uri(quoted)
+    except KeyAccessError:
+        assert not (token + label).isprintable()
+    else:
+        assert (uri.token, uri.object) == ({"token": token}, {"object": label, "id": number.hex()})
+        assert parse_uri(uri.name) == uri
+
+
+@given(st.text(alphabet="abdeijknopt=;?&%0f1\u00e9 ") | st.text())
+def test_any_text_is_a_uri_or_refused(text):
+    with contextlib.suppress(KeyAccessError):
+        uri = parse_uri(text)
+        assert parse_uri(uri.name).name == uri.name
 
 
 def test_a_file_may_name_anything(hsm):

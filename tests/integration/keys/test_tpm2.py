@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import given
+from hypothesis import strategies as st
 
 from secure_loader import encrypt_model
 from secure_loader.cli import main
@@ -531,6 +533,14 @@ def test_spellings_of_one_reference():
 def test_references_that_are_none(reference):
     with refused(KeyAccessError, "a tpm2: reference"):
         parse_options(reference)
+
+
+@given(st.binary(), st.text(alphabet="pcrsk=:;+0x81sha256347"))
+def test_any_bytes_are_an_entry_or_refused(data, text):
+    with contextlib.suppress(KeySourceDeniedError):
+        assert parse_sealed(data).wrapped
+    with contextlib.suppress(KeyAccessError):
+        assert parse_options(text).selection == parse_options(parse_options(text).selection).selection
 
 
 # --- models --------------------------------------------------------------------------------------------------------
