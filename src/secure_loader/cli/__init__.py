@@ -18,7 +18,8 @@ from contextlib import contextmanager
 
 from ..core.keys.asking import may_ask
 from ..errors import SecureLoaderError, SourceError
-from .arguments import Arguments, make_parser
+from .arguments import make_parser
+from .grammar import Arguments
 from .output import Output, drop_stdout
 
 INTERRUPTED = 128 + signal.SIGINT

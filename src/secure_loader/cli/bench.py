@@ -8,7 +8,7 @@ from ..bench.measure import Result
 from ..bench.model import Report
 from ..bench.model import bench as run
 from ..bench.report import Line, Row, load_lines, row_lines
-from .arguments import Arguments
+from .grammar import Arguments
 from .models import references
 from .output import Output, clean, count, facts, table
 

@@ -11,7 +11,7 @@ from ..core.keys.kbs_publish import admin_token, policy_of, publish, read_policy
 from ..core.secrets import looks_like_key
 from ..core.writer import resolve_master
 from ..errors import ConfigError
-from .arguments import Arguments
+from .grammar import Arguments
 from .output import Output, clean, facts
 
 

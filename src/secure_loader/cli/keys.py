@@ -21,7 +21,7 @@ from ..core.trust_files import RulesFile, TrustFile
 from ..core.trust_rules import Revocation, Rules
 from ..core.trust_toml import parse_time, time_text
 from ..errors import ConfigError, FormatError, KeyAccessError, SecureLoaderError
-from .arguments import Arguments
+from .grammar import Arguments
 from .output import Output, clean, facts, table
 
 _FILE_ID_DIGITS = 32

@@ -25,7 +25,7 @@ from ..core.trust import revocations
 from ..core.trust_chain import certified
 from ..core.writer import ModelReport, encrypt_model, resolve_master, resolve_signing
 from ..errors import ConfigError, KeyAccessError
-from .arguments import Arguments
+from .grammar import Arguments
 from .output import Output, clean, count, facts, human_bytes, human_seconds, table
 
 _K = TypeVar("_K", MasterKey, SigningKey)

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from ..core.secrets import looks_like_key
 from ..errors import SecureLoaderError, WriteError
-from .arguments import Arguments, wants_json, wants_trace
+from .grammar import Arguments, wants_json, wants_trace
 
 _PROGRAM = "secure-loader"
 _PIECE = 1 << 14

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core import policy_lint
 from ..errors import ConfigError
-from .arguments import Arguments
+from .grammar import Arguments
 from .output import Output, clean, count, table
 
 

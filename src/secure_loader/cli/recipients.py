@@ -13,7 +13,7 @@ from ..core.keys.hybrid import PublicIdentity
 from ..core.source import read_small_file
 from ..core.trust_files import check_name
 from ..errors import ConfigError, SecureLoaderError
-from .arguments import Arguments
+from .grammar import Arguments
 from .output import Output, clean, facts, table
 
 

@@ -10,7 +10,7 @@ from ..core.keys.passphrase import read_passphrase
 from ..core.oms_sign import sign_folder
 from ..core.secrets import looks_like_key
 from ..errors import ConfigError
-from .arguments import Arguments
+from .grammar import Arguments
 from .output import Output, clean, count, facts, human_bytes, human_seconds
 
 

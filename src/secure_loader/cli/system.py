@@ -10,7 +10,7 @@ from ..core import environment
 from ..core.environment import Environment, Package
 from ..core.home import KEYS_VARIABLE, default_key_sources, home, keys_dir, oms_dir, trust_dir
 from ..core.pool import threads
-from .arguments import Arguments
+from .grammar import Arguments
 from .output import Output, clean, count, facts, table
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import secure_loader
-from secure_loader.cli.arguments import ALGORITHMS, make_parser
+from secure_loader.cli.arguments import make_parser
+from secure_loader.cli.arguments_keys import ALGORITHMS
 from secure_loader.core import aead
 
 
