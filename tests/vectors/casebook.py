@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .naive_json import unb64
-from .naive_writer import Draft, draft_file, make_master, make_second, make_signer, public
+from .naive_writer import Draft, draft_file, make_identity, make_master, make_second, make_signer, public
 
 ORIGIN = "tests/vectors/make.py"
 MASTERS = {
@@ -23,6 +23,8 @@ STRANGER = make_signer("s-stranger")
 SECOND = make_signer("s-second")
 QUANTUM = make_second("s-publisher")
 OTHER_QUANTUM = make_second("s-publisher", seed="s-imposter")
+BOB = make_identity("r-bob")
+IMPOSTER_BOB = make_identity("r-bob", seed="r-imposter")
 
 # File name under data/keys -> JWKs. The private ones are test keys made from their names: worthless by construction.
 KEY_FILES: dict[str, list[dict]] = {
@@ -31,6 +33,8 @@ KEY_FILES: dict[str, list[dict]] = {
     "keys/masters-other.json": [make_master("aes256gcm", "m-other")],
     "keys/masters-wrong.json": [make_master("aes256gcm", "m-not-this-one") | {"kid": "m-aes256"}],
     "keys/masters-128.json": [make_master("aes128gcm", "m-too-short") | {"kid": "m-aes256"}],
+    "keys/identity.json": [BOB],
+    "keys/identity-imposter.json": [IMPOSTER_BOB],
     "keys/signers-private.json": [SIGNER, SECOND, STRANGER],
     "keys/trusted.json": [public(SIGNER), public(SECOND)],
     "keys/trusted-rfc.json": [public(make_signer("s-publisher", rfc=True)), public(make_signer("s-second", rfc=True))],

@@ -16,16 +16,17 @@ from .cases_envelope import envelope
 from .cases_folder import folder
 from .cases_good import good
 from .cases_header import header
+from .cases_recipients import recipients
 from .cases_signers import signers
 from .cases_tamper import tamper
-from .naive_writer import SECOND_SIGNATURES, USED
+from .naive_writer import SECOND_SIGNATURES, USED, WRAPPED, WRAPPED_KEYS
 
 GENUINE = "genuine-"
 
 
 def cases() -> Iterator[Case]:
     """Every reproducible case."""
-    for part in (good, header, envelope, tamper, folder, signers):
+    for part in (good, header, envelope, tamper, folder, signers, recipients):
         yield from part()
 
 
@@ -37,7 +38,8 @@ def files() -> dict[str, bytes]:
         if path in out:
             raise ValueError(f"two cases are called {case.name}")
         out[path] = case.raw()
-    out[SECOND_SIGNATURES.relative_to(DATA).as_posix()] = json.dumps(USED, indent=1, sort_keys=True).encode() + b"\n"
+    for path, made in ((SECOND_SIGNATURES, USED), (WRAPPED_KEYS, WRAPPED)):
+        out[path.relative_to(DATA).as_posix()] = json.dumps(made, indent=1, sort_keys=True).encode() + b"\n"
     return out
 
 

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.mldsa import MLDSA65PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
+from .naive_hpke import open_wrapped
 from .naive_json import (
     AuthenticationError,
     FormatError,
@@ -266,7 +267,9 @@ class Envelope:
     def check_profile(self, file: File) -> None:
         p = self.profile
         names = {"profile", "file_id", "model_id", "release", "shard", "created", "kcv", "digest"}
-        members(p, names, set(), OURS)
+        members(p, names, {"recipients"}, OURS)
+        if "recipients" in p:
+            check_recipients(p["recipients"])
         check_text(p["file_id"], r"[0-9a-f]{32}", "file_id")
         check_identity(p)
         shard = p["shard"]
@@ -298,6 +301,20 @@ class Envelope:
             and meta["__policy__"] == compact(self.policy, sort=True)
             and meta[OURS] == compact(self.profile, sort=True)
         )
+
+
+def check_recipients(entries) -> None:
+    if not isinstance(entries, list) or not 1 <= len(entries) <= 64:
+        raise FormatError("recipients")
+    for entry in entries:
+        members(entry, {"alg", "kid", "wrapped"}, set(), "recipient")
+        check_text(entry["alg"], r"[a-z0-9][a-z0-9.-]{0,31}", "alg of a recipient")
+        check_text(entry["kid"], r"[^\x00-\x1f\x7f]{1,512}", "kid of a recipient")
+        if not 1 <= len(unb64(entry["wrapped"], "wrapped")) <= 8192:
+            raise FormatError("wrapped key length")
+    names = [(entry["alg"], entry["kid"]) for entry in entries]
+    if names != sorted(set(names)):
+        raise FormatError("recipients not in order, or twice")
 
 
 def check_text(value, pattern: str, what: str) -> None:
@@ -346,13 +363,35 @@ def check_value(key: bytes, file_id: bytes) -> bytes:
     return hmac.new(prk, b"secure_loader kcv v1" + b"\x01", hashlib.sha256).digest()[:16]
 
 
+def recipient_info(alg: str, kid: str, model_id: str) -> bytes:
+    """What an entry of the list of recipients is bound to (B.5)."""
+    return b"secure_loader recipient v1\0" + compact({"alg": alg, "kid": kid, "model_id": model_id}).encode()
+
+
+def unwrapped(keys: list[dict], envelope: Envelope) -> bytes | None:
+    """The master key as it is wrapped for one of the reader's identities, if it is."""
+    for entry in (envelope.profile or {}).get("recipients", []):
+        seeds = {key_bytes(k["priv"]) for k in keys if k.get("kty") == "AKP" and k.get("kid") == entry["kid"]}
+        if entry["alg"] != "mlkem768-x25519" or not seeds:
+            continue
+        if len(seeds) > 1:
+            raise KeyAccessError(f"{len(seeds)} identities are called {entry['kid']!r}")
+        info = recipient_info(envelope.alg, envelope.enc["kid"], envelope.profile["model_id"])
+        return open_wrapped(seeds.pop(), unb64(entry["wrapped"], "wrapped"), info)
+    return None
+
+
 def master_key(keys: list[dict], envelope: Envelope) -> bytes:
     found = [k for k in keys if k.get("kid") == envelope.enc["kid"] and k.get("kty") == "oct"]
-    if len(found) != 1:
-        raise KeyAccessError(f"{len(found)} master keys are called {envelope.enc['kid']!r}")
-    key = key_bytes(found[0]["k"])
-    alg = normal_alg(found[0].get("alg"))
-    if JWK_ALGS.get(alg, alg) != envelope.alg or len(key) != KEY_BYTES[envelope.alg]:
+    key = unwrapped(keys, envelope) if not found else None
+    if key is None:
+        if len(found) != 1:
+            raise KeyAccessError(f"{len(found)} master keys are called {envelope.enc['kid']!r}")
+        key = key_bytes(found[0]["k"])
+        alg = normal_alg(found[0].get("alg"))
+        if JWK_ALGS.get(alg, alg) != envelope.alg:
+            raise KeyAccessError("the key is for another algorithm")
+    if len(key) != KEY_BYTES[envelope.alg]:
         raise KeyAccessError("the key is for another algorithm")
     if envelope.profile:
         kcv = check_value(key, bytes.fromhex(envelope.profile["file_id"]))

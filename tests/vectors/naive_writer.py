@@ -14,7 +14,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.mldsa import MLDSA65PrivateKey
 
 from . import DATA
-from .naive import BITS, DEFAULT_CHUNK, KEY_BYTES, canonical_prefix, check_value, cipher, key_bytes, normal_alg
+from .naive import (
+    BITS,
+    DEFAULT_CHUNK,
+    KEY_BYTES,
+    canonical_prefix,
+    check_value,
+    cipher,
+    key_bytes,
+    normal_alg,
+    recipient_info,
+)
+from .naive_hpke import open_wrapped, public_of, wrap
 from .naive_json import b64, b64url, compact, unb64
 
 RANK = [
@@ -111,6 +122,37 @@ def sign_second(key: dict, message: bytes) -> bytes:
         USED[name] = kept.get(name) or b64(private.sign(message))
         private.public_key().verify(unb64(USED[name], "kept"), message)
     return unb64(USED[name], "kept")
+
+
+# So is what is wrapped for an identity.
+WRAPPED_KEYS = DATA / "keys" / "wrapped-keys.json"
+WRAPPED: dict[str, str] = {}
+
+
+def make_identity(kid: str, *, seed: str | None = None) -> dict:
+    """A private identity (B.5)."""
+    private = Stream(f"identity {seed or kid}").take(32)
+    return {
+        "alg": "MLKEM768-X25519",
+        "kid": kid,
+        "kty": "AKP",
+        "priv": b64url(private),
+        "pub": b64url(public_of(private)),
+        "use": "enc",
+    }
+
+
+def wrap_for(identity: dict, master: dict, context: dict[str, str]) -> bytes:
+    """A master key wrapped for an identity."""
+    info = recipient_info(**context)
+    name = hashlib.sha256(identity["pub"].encode() + key_bytes(master["k"]) + info).hexdigest()
+    kept = json.loads(WRAPPED_KEYS.read_bytes()) if WRAPPED_KEYS.exists() else {}
+    if name not in WRAPPED:
+        ephemeral = Stream(f"wrapped {name}").take(32)
+        WRAPPED[name] = kept.get(name) or b64(wrap(key_bytes(identity["pub"]), key_bytes(master["k"]), info, ephemeral))
+        if open_wrapped(key_bytes(identity["priv"]), unb64(WRAPPED[name], "kept"), info) != key_bytes(master["k"]):
+            raise ValueError(name)
+    return unb64(WRAPPED[name], "kept")
 
 
 def layout(tensors: dict[str, tuple[str, list[int], bytes]]) -> list[str]:

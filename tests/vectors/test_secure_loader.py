@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from tests.vectors import Vector, iter_vectors
 VECTORS = list(iter_vectors())
 
 
-def session_for(vector: Vector) -> Session:
+def session_for(vector: Vector, folder: Path) -> Session:
+    """What the vector's reader has; private identities lie in a hidden folder, as key files do."""
     keys = [parse_key(jwk, "vector") for jwk in vector.keys]
     seconds = {jwk["kid"]: parse_second(jwk, "vector") for jwk in vector.trust if jwk["kty"] == "AKP"}
     public = ({k: v for k, v in jwk.items() if k != "d"} for jwk in vector.trust if jwk["kty"] != "AKP")
@@ -34,7 +36,15 @@ def session_for(vector: Vector) -> Session:
         insecure_allow_legacy=not vector.profile_required,
         insecure_allow_unverified_clear=vector.unverified_clear,
     )
-    return Session(keys=[k for k in keys if isinstance(k, MasterKey)], trust=TrustStore(signers), config=config)
+    sources: list[str | MasterKey] = [k for k in keys if isinstance(k, MasterKey)]
+    if identities := [jwk for jwk in vector.keys if jwk["kty"] == "AKP"]:
+        sources.append(str(folder / ".identities"))
+        (folder / ".identities").mkdir()
+        for i, jwk in enumerate(identities):
+            path = folder / ".identities" / f"{i}.jwk"
+            path.touch(0o600)
+            path.write_text(json.dumps(jwk))
+    return Session(keys=sources, trust=TrustStore(signers), config=config)
 
 
 def contents(file: TensorFile) -> dict[str, tuple[str, str, list[int]]]:
@@ -51,7 +61,7 @@ def contents(file: TensorFile) -> dict[str, tuple[str, str, list[int]]]:
 
 
 def read(vector: Vector, folder: Path) -> dict[str, tuple[str, str, list[int]]]:
-    session = session_for(vector)
+    session = session_for(vector, folder)
     if vector.kind == "file":
         return contents(session.accept(FileSource.from_bytes(vector.data)))
     for name, data in vector.files().items():
