@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secure_loader.core import header as hdr
-from secure_loader.core.envelope import SIGNATURE, base64_text
+from secure_loader.core.base64_text import base64_text
+from secure_loader.core.envelope import SIGNATURE
 from secure_loader.core.source import FileSource, read_header
 from secure_loader.core.trust import signed_bytes
 from secure_loader.core.types import DTYPES, TensorInfo

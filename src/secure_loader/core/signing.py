@@ -7,6 +7,7 @@ from typing import Any
 
 from . import envelope as env
 from . import strict_json
+from .base64_text import base64_text
 from .header import canonical_json
 from .keys.jwk import SigningKey, b64url
 from .keys.mldsa import ALG as MLDSA
@@ -36,14 +37,14 @@ def sign_header(
     if key.second is not None:
         # First, so that Ed25519 covers it: readers that do not know it leave out no metadata but __signature__.
         second = bytes(env.SECOND_BYTES) if pretend else key.second.sign(canonical_json(meta, tensors))
-        meta[env.SECOND] = env.base64_text(second)
+        meta[env.SECOND] = base64_text(second)
     signature = bytes(64) if pretend else key.sign(canonical_json(meta, tensors))
-    return canonical_json(meta | {env.SIGNATURE: env.base64_text(signature)}, tensors)
+    return canonical_json(meta | {env.SIGNATURE: base64_text(signature)}, tensors)
 
 
 def sign_manifest(payload: bytes, key: SigningKey) -> bytes:
     """A manifest file: a flattened JWS, or a general one where there are two signatures."""
-    chain = {"x5c": list(map(env.base64_text, key.chain))} if key.chain else {}
+    chain = {"x5c": list(map(base64_text, key.chain))} if key.chain else {}
     body = b64url(payload)
     first = _jws_part({"alg": "EdDSA", "kid": key.kid, "typ": MANIFEST_TYPE} | chain, body, key)
     if key.second is None:

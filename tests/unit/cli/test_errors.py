@@ -20,6 +20,7 @@ from secure_loader.cli import models
 from secure_loader.core import envelope as env
 from secure_loader.core import header as hdr
 from secure_loader.core import strict_json
+from secure_loader.core.base64_text import base64_text
 from secure_loader.core.keys.local import read_keys
 from secure_loader.core.source import FileSource, read_header
 
@@ -75,7 +76,7 @@ def resign(path: Path, key, change) -> None:
     metadata = {k: v for k, v in header.metadata.items() if k != env.SIGNATURE}
     change(metadata)
     infos = list(header.tensors.values())
-    signature = env.base64_text(key.sign(hdr.canonical_json(metadata, infos)))
+    signature = base64_text(key.sign(hdr.canonical_json(metadata, infos)))
     path.write_bytes(hdr.file_prefix(hdr.canonical_json(metadata | {env.SIGNATURE: signature}, infos)) + body)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from secure_loader.core import envelope as env
+from secure_loader.core.base64_text import base64_text, unbase64, unbase64_all
 from secure_loader.core.header import Header, canonical_json, file_prefix, parse
 from secure_loader.core.strict_json import Scanner
 from secure_loader.core.types import TensorInfo
@@ -19,7 +20,7 @@ TENSORS = (TensorInfo("a", "F32", (4, 4), 0, 64), TensorInfo("b", "U8", (10_000,
 
 
 def base64(n: int, fill: int = 1) -> str:
-    return env.base64_text(bytes([fill]) * n)
+    return base64_text(bytes([fill]) * n)
 
 
 def documents(version: str = "2") -> dict:
@@ -270,7 +271,7 @@ def test_more_members_than_tensors_can_have():
 )
 def test_base64_is_canonical_or_refused(text):
     with pytest.raises(FormatError, match="the thing"):
-        env.unbase64(text, None, "the thing")
+        unbase64(text, None, "the thing")
 
 
 def test_the_cases_start_from_something_right():
@@ -308,15 +309,15 @@ FAULTS = [
 def test_many_texts_are_decoded_as_one_is(n, even):
     """Together or one by one: the same bytes, the same refusals."""
     lengths = [n, n, n] if even else [n, n + 1, n]
-    good = [env.base64_text(bytes([i]) * size) for i, size in enumerate(lengths)]
+    good = [base64_text(bytes([i]) * size) for i, size in enumerate(lengths)]
     names = ["a", "b", "c"]
-    found = env._unbase64_all(dict(zip(names, good, strict=True)), lengths, "x")
-    assert found == [env.unbase64(text, size, "x") for text, size in zip(good, lengths, strict=True)]
+    found = unbase64_all(dict(zip(names, good, strict=True)), lengths, "x")
+    assert found == [unbase64(text, size, "x") for text, size in zip(good, lengths, strict=True)]
     spelled = [good[0][:-3] + last for last in ("B==", "AB=", "A==", "AA=", "AAA")]
     for at in range(3):
         for wrong in [
             *FAULTS,
-            *map(env.base64_text, BASE64),
+            *map(base64_text, BASE64),
             *spelled,
             good[0] + "AAAA",
             good[0][4:],
@@ -326,9 +327,9 @@ def test_many_texts_are_decoded_as_one_is(n, even):
             b"AAAA",
         ]:
             texts = dict(zip(names, [*good[:at], wrong, *good[at + 1 :]], strict=True))
-            assert verdict(lambda t=texts: env._unbase64_all(t, lengths, "x")) == verdict(
+            assert verdict(lambda t=texts: unbase64_all(t, lengths, "x")) == verdict(
                 lambda t=texts: [
-                    env.unbase64(text, size, f"x of tensor {name!r}")
+                    unbase64(text, size, f"x of tensor {name!r}")
                     for (name, text), size in zip(t.items(), lengths, strict=True)
                 ]
             )
@@ -345,4 +346,4 @@ def test_texts_that_make_up_for_each_other_are_refused():
     """Joined they are as long as they should be; one by one they are not."""
     for texts in (["AAAAAA==", "AA=="], ["AAAA", "AAAAAAA="], ["YWJj", ""]):
         with pytest.raises(FormatError):
-            env._unbase64_all(dict(zip("ab", texts, strict=True)), [2, 2], "x")
+            unbase64_all(dict(zip("ab", texts, strict=True)), [2, 2], "x")
