@@ -22,7 +22,6 @@ from ..core.rewrap import rewrap_model
 from ..core.secrets import looks_like_key
 from ..core.survey import is_signature
 from ..core.trust import revocations
-from ..core.trust_chain import certified
 from ..core.writer import ModelReport, encrypt_model, resolve_master, resolve_signing
 from ..errors import ConfigError, KeyAccessError
 from .grammar import Arguments
@@ -40,6 +39,7 @@ def encrypt(args: Arguments, out: Output) -> None:
         args.dst,
         key=master,
         signing_key=signing,
+        certificate=args.certificate,
         model_id=args.model_id,
         release=args.release,
         version=args.format_version,
@@ -83,6 +83,7 @@ def rewrap(args: Arguments, out: Output) -> None:
         policy=args.policy,
         remote_policy=args.remote_policy,
         signing_key=signing,
+        certificate=args.certificate,
         keys=references(args.keys),
         trust=args.trust,
         release=args.release,
@@ -109,7 +110,7 @@ def _own_keys(args: Arguments, *, keyless: bool) -> tuple[MasterKey | None, Sign
             master, together = resolve_master(key), key
         signer = _only(SigningKey, signing) if _is_reference(signing) else resolve_signing(signing, together)
         _refuse_revoked(signer)
-        return master, signer if args.certificate is None else certified(signer, Path(args.certificate))
+        return master, signer
     except KeyAccessError:
         # Only now: a kid may look like a key, and it was not the name of one.
         for option, value in (("--key", key), ("--signing-key", signing)):

@@ -43,6 +43,7 @@ def rewrap_model(
     policy: str | os.PathLike[str] | None = None,
     remote_policy: str | os.PathLike[str] | None = None,
     signing_key: str | SigningKey | None = None,
+    certificate: str | os.PathLike[str] | None = None,
     keys: KeySources | None = None,
     trust: TrustSources | None = None,
     release: int | None = None,
@@ -64,6 +65,7 @@ def rewrap_model(
             asked where ``signing_key`` is the one that signed it.
         remote_policy: Likewise, for the key broker.
         signing_key: Who signs from now on.
+        certificate: As for :func:`core.writer.encrypt_model`.
         keys: Where the old master key is.
         trust: Whom to trust with the old signature.
         release: The new release; None keeps the old one.
@@ -77,7 +79,7 @@ def rewrap_model(
     folder = Path(path).absolute()
     if new_key and key is not None:
         raise ConfigError("a new master key and the name of one exclude each other")
-    signing = resolve_signing(signing_key, key)
+    signing = resolve_signing(signing_key, key, certificate)
     checkpoint = Checkpoint(folder, Session(keys=keys, trust=trust, publisher=signing.verify_key()))
     manifest = checkpoint.manifest
     if manifest is None:

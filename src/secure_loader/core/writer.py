@@ -34,6 +34,7 @@ from .source import FileSource, read_header
 from .staging import Staging, discard, staged_folder
 from .survey import Survey, survey
 from .trust import TrustedSigner, TrustStore, verify_header
+from .trust_chain import certified
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ def encrypt_model(
     *,
     key: str | MasterKey | None = None,
     signing_key: str | SigningKey | None = None,
+    certificate: str | os.PathLike[str] | None = None,
     model_id: str | None = None,
     release: int = 1,
     version: str = "2",
@@ -115,6 +117,7 @@ def encrypt_model(
         key: Master key: a NAME given to ``keygen``, a kid, or the key; None takes the only one in the home folder, or,
             where there are recipients, makes one that nobody keeps but them.
         signing_key: Likewise; None takes the one that goes with ``key``, or the only one.
+        certificate: A PEM file with the certificates of the signing key, for readers who trust their root.
         model_id: What the trust store matches; None takes the folder's name.
         release: Grows with every publication; loading remembers the highest and refuses older ones.
         version: CryptoTensors version, ``"2"`` or ``"1"``.
@@ -145,7 +148,7 @@ def encrypt_model(
     for_whom = targets(recipients, cfg.load()) if recipients else []
     publication = Publication(
         master=one_time_key() if for_whom and key is None else resolve_master(key),
-        signing=resolve_signing(signing_key, key),
+        signing=resolve_signing(signing_key, key, certificate),
         model_id=source.resolve().name if model_id is None else model_id,
         release=release,
         version=version,
@@ -323,11 +326,15 @@ def resolve_master(key: str | MasterKey | None) -> MasterKey:
     return key if isinstance(key, MasterKey) else find_master_key([keys_dir()], key)
 
 
-def resolve_signing(signing_key: str | SigningKey | None, key: str | MasterKey | None) -> SigningKey:
+def resolve_signing(
+    signing_key: str | SigningKey | None,
+    key: str | MasterKey | None,
+    certificate: str | os.PathLike[str] | None = None,
+) -> SigningKey:
     """A signing key by NAME, kid or as it is; None takes the one made together with ``key``, or the only one."""
-    if isinstance(signing_key, SigningKey):
-        return signing_key
-    together = (
-        key if signing_key is None and isinstance(key, str) and (keys_dir() / f"{key}.sign.jwk").exists() else None
-    )
-    return find_signing_key([keys_dir()], signing_key or together)
+    if not isinstance(signing_key, SigningKey):
+        together = (
+            key if signing_key is None and isinstance(key, str) and (keys_dir() / f"{key}.sign.jwk").exists() else None
+        )
+        signing_key = find_signing_key([keys_dir()], signing_key or together)
+    return signing_key if certificate is None else certified(signing_key, Path(certificate))
