@@ -599,6 +599,16 @@ def test_a34_an_attestation_that_fails(step, error, words, settings, peer):
     assert len(peer.calls) == STEPS.index(step) + 1
 
 
+def test_a34_what_a_broker_says_in_detail_is_not_repeated(settings, peer):
+    """It may hold anything, terminal escapes and what others sent there included."""
+    for step in STEPS:
+        for kind in ("AttestationError", "PolicyDeny", "PluginInternalError", "PolicyEngineError", "Whatever"):
+            peer.faults = {step: say(kind)}
+            with pytest.raises(KeyAccessError) as caught:
+                ask(settings())
+            assert "hunter2" not in str(caught.value)
+
+
 def test_a34_a_broker_that_always_forgets(settings, peer):
     """Answers of 401 without an end: two sessions, and that is it."""
     peer.faults["resource"] = say("TokenNotFound")
@@ -674,6 +684,6 @@ def test_a34_no_other_source_hides_a_broker(settings, peer, tmp_path):
             f.get_tensor("small")
 
 
-def test_a34_sample_evidence_is_no_accident():
+def test_a33_sample_evidence_is_no_accident():
     with pytest.raises(ConfigError, match="insecure_kbs_sample_evidence"):
         LoaderConfig(kbs_evidence="sample")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,8 @@ from tests.integration.keys.kbs_peer import brokering, unb64url
 from tests.integration.keys.services import request_for
 
 PATH = "models/key/demo"
-POLICY = Path(__file__).parents[3] / "configs" / "trustee.rego"
+ROOT = Path(__file__).parents[3]
+POLICY = ROOT / "configs" / "trustee.rego"
 RECORDED = json.loads((Path(__file__).parent / "data" / "trustee-kbs-0.4.0.json").read_text())
 ADMIN = Ed25519PrivateKey.generate()
 
@@ -199,6 +204,43 @@ def test_a_model_without_a_policy_for_brokers(admin, signer, peer, tmp_path, cap
     assert "holds no policy in package policy" in run(capsys, *words, model, code=2)
     run(capsys, *words, tmp_path / "none", code=7)
     assert peer.calls == []
+
+
+def test_the_commands_of_the_guide(admin, signer, peer, tmp_path, monkeypatch):
+    """What docs/keys.md says, word for word, but for the address, and for hardware to attest."""
+    text = (ROOT / "docs" / "keys.md").read_text()
+    section = text.split("### Trustee, the broker of confidential containers\n")[1].split("\n## ")[0].split("\n### ")[0]
+    blocks = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    assert len(blocks) == 2
+    folder = build_folder(tmp_path / "model-sec")
+    home = tmp_path / "home"
+    (home / "trust").mkdir()
+    signer.rename(home / "trust" / "publisher.json")
+    key = (home / "keys" / "demo.enc.jwk").rename(home / "keys" / "alice.enc.jwk")
+    with (home / "config.toml").open("a") as f:
+        f.write('kbs_evidence = ["sample"]\ninsecure_kbs_sample_evidence = true\n')
+    (tmp_path / "configs").symlink_to(POLICY.parent)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    for block in blocks:
+        script = block.replace("https://kbs.example.com:8080", peer.url)
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert_no_secret(done.stdout + done.stderr)
+        # Those who load have no key but the broker's.
+        key.unlink(missing_ok=True)
+    assert peer.policy == POLICY.read_text()
+    assert peer.paths()[-3:] == ["/auth", "/attest", "/resource/models/key/alice"]
+    plain = tmp_path / "model-sec-plain"
+    assert sorted(p.name for p in (tmp_path / "model-again").glob("*.safetensors")) != []
+    for name in ("config.json", "tokenizer.json"):
+        assert (
+            (tmp_path / "model-again" / name).read_bytes()
+            == (folder / name).read_bytes()
+            == (plain / name).read_bytes()
+        )
 
 
 # --- the policy in configs -----------------------------------------------------------------------------------------
