@@ -12,6 +12,7 @@ import socket
 import ssl
 import struct
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -317,6 +318,22 @@ class Counter:
         for thread in self._threads:
             thread.join(10)
         self._listener.close()
+
+
+def read_json(call: Call) -> tuple[str, dict[str, str], Any]:
+    """The whole of a request: its line, its fields by names in small letters, and the JSON in its body."""
+    head, _, body = call.head.partition("\r\n\r\n")
+    line, *rest = head.splitlines()
+    fields = {name.lower(): value for name, _, value in (r.partition(": ") for r in rest)}
+    while len(body) < int(fields.get("content-length", "0")):
+        body += call.connection.recv(4096).decode()
+    return line, fields, json.loads(body) if body else None
+
+
+def frames(error: BaseException) -> str:
+    """What a crash reporter would show of an error: its message, and local variables of ours."""
+    found = traceback.TracebackException.from_exception(error, capture_locals=True)
+    return "".join(str(f.locals) for f in found.stack if "/secure_loader/" in f.filename) + str(error)
 
 
 # --- scripts -------------------------------------------------------------------------------------------------------

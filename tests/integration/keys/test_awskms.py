@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -50,7 +49,7 @@ from tests.attacks.kit import (
     shard,
     trust,
 )
-from tests.integration.keys.services import Counter, answer, hang, serving
+from tests.integration.keys.services import Counter, answer, frames, hang, read_json, serving
 
 CONTEXT = WrapContext(KEY.kid, KEY.algorithm.name, "demo/model")
 REGION = "eu-central-1"
@@ -350,11 +349,6 @@ SCRIPTS = {
 }  # fmt: skip
 
 
-def frames(error: BaseException) -> str:
-    found = traceback.TracebackException.from_exception(error, capture_locals=True)
-    return "".join(str(f.locals) for f in found.stack if "/secure_loader/" in f.filename) + str(error)
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a34_answers_of_kms(monkeypatch, authority, localhost, name):
     """Refused, asked once, and neither credentials nor what was said in any frame of ours."""
@@ -381,12 +375,9 @@ def test_what_is_sent(monkeypatch, authority, localhost):
     calls = []
 
     def script(call):
-        head, _, body = call.head.partition("\r\n\r\n")
-        fields = dict(line.split(": ", 1) for line in head.splitlines()[1:])
-        while len(body) < int(fields["Content-Length"]):
-            body += call.connection.recv(4096).decode()
-        calls.append((head.splitlines()[0], fields, body))
-        operation = fields["X-Amz-Target"]
+        line, fields, body = read_json(call)
+        calls.append((line, fields, body))
+        operation = fields["x-amz-target"]
         sealed = {"KeyId": ARN, "CiphertextBlob": base64.b64encode(b"blob").decode()}
         opened(**({"Plaintext": None} | sealed if operation.endswith("Encrypt") else {}))(call)
 
@@ -397,23 +388,24 @@ def test_what_is_sent(monkeypatch, authority, localhost):
         assert is_key(resolve(ARN, asking(entry), key_ca_file=str(authority.file)))
     context = {"alg": "aes256gcm", "kid": "enc-1", "model_id": "demo/model"}
     common = {"EncryptionAlgorithm": "SYMMETRIC_DEFAULT", "EncryptionContext": context}
-    assert [json.loads(body) for _, _, body in calls] == [
+    assert [body for _, _, body in calls] == [
         {"KeyId": "alias/models", "Plaintext": _digits(KEY), **common},
         {"KeyId": ARN, "CiphertextBlob": base64.b64encode(b"blob").decode(), **common},
     ]
     for (line, fields, body), operation in zip(calls, ("Encrypt", "Decrypt"), strict=True):
         assert line == "POST / HTTP/1.1"
-        assert fields["X-Amz-Target"] == f"TrentService.{operation}"
-        assert fields["Content-Type"] == "application/x-amz-json-1.1"
-        assert fields["X-Amz-Security-Token"] == SECRETS[1]
-        names = re.search(r"SignedHeaders=([a-z0-9;-]+)", fields["Authorization"])[1].split(";")
+        assert fields["x-amz-target"] == f"TrentService.{operation}"
+        assert fields["content-type"] == "application/x-amz-json-1.1"
+        assert fields["x-amz-security-token"] == SECRETS[1]
+        names = re.search(r"SignedHeaders=([a-z0-9;-]+)", fields["authorization"])[1].split(";")
         assert names == ["content-type", "host", "x-amz-date", "x-amz-security-token", "x-amz-target"]
-        sent = {n: v for n, v in fields.items() if n.lower() in names}
-        again = botocore.awsrequest.AWSRequest("POST", f"https://{fields['Host']}/", headers=sent, data=body.encode())
-        again.context["timestamp"] = fields["X-Amz-Date"]
+        sent = {n: v for n, v in fields.items() if n in names}
+        data = json.dumps(body, separators=(",", ":")).encode()
+        again = botocore.awsrequest.AWSRequest("POST", f"https://{fields['host']}/", headers=sent, data=data)
+        again.context["timestamp"] = fields["x-amz-date"]
         signer = botocore.auth.SigV4Auth(Credentials("AKIAIOSFODNN7EXAMPLE", *SECRETS), "kms", REGION)
         signature = signer.signature(signer.string_to_sign(again, signer.canonical_request(again)), again)
-        assert fields["Authorization"].endswith(f"Signature={signature}")
+        assert fields["authorization"].endswith(f"Signature={signature}")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ from .tls import Tls
 
 MAX_BODY = 64 * 1024
 DEADLINE = 10.0
+METADATA = ipaddress.IPv4Address("169.254.169.254")
+"""Where clouds tell a machine of theirs who it is; it speaks http alone, and nobody but the machine hears it."""
 _MAX_HEAD = 32 * 1024
 _MAX_ATTEMPTS = 4
 _AT_ONCE = 8 * 1024
@@ -106,11 +108,13 @@ class Rules:
         tls: Roots and client certificate.
         private_hosts: Hosts, in small letters, that may have addresses which are not public.
         insecure_http_loopback: Whether ``http:`` may be spoken to this machine itself.
+        insecure_http_metadata: Whether it may be spoken to the metadata service of a cloud.
     """
 
     tls: Tls = field(default_factory=Tls)
     private_hosts: frozenset[str] = frozenset()
     insecure_http_loopback: bool = False
+    insecure_http_metadata: bool = False
 
 
 class Deadline:
@@ -200,7 +204,8 @@ def _check_host(url: Url, rules: Rules) -> None:
         raise KeyAccessError("a key reference names a host by something that is neither a name nor an address")
     if url.scheme == "http":
         local = url.host == "localhost" if address is None else address.is_loopback
-        if not (local and rules.insecure_http_loopback):
+        metadata = address == METADATA and rules.insecure_http_metadata
+        if not (local and rules.insecure_http_loopback) and not metadata:
             raise KeyAccessError(
                 f"{url.source}: http is not encrypted, keys are fetched by https only",
                 hint="a development server on this machine can be used with insecure_allow_http_loopback",
@@ -350,7 +355,8 @@ def _literal(host: str) -> _Address | None:
 def _check_address(text: str, url: Url, rules: Rules) -> bool:
     """True, or KeyAccessError where the host may not have that address."""
     address = ipaddress.ip_address(text.partition("%")[0])
-    named = address.is_loopback if url.scheme == "http" else url.host in rules.private_hosts
+    http = address.is_loopback or (address == METADATA and rules.insecure_http_metadata)
+    named = http if url.scheme == "http" else url.host in rules.private_hosts
     if not (named or (url.scheme == "https" and is_public(address))) or address.is_multicast or address.is_unspecified:
         raise KeyAccessError(
             f"{url.source} has the address {address}, which is not a public one",

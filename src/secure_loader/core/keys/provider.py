@@ -40,6 +40,8 @@ BUILT_IN = {
     "vault": "vault:VaultProvider",
     "transit": "transit:TransitProvider",
     "awskms": "awskms:AwsKmsProvider",
+    "gcpkms": "gcpkms:GcpKmsProvider",
+    "azurekv": "azurekv:AzureKeyVaultProvider",
     "kbs": "kbs:KbsProvider",
     "pkcs11": "pkcs11:Pkcs11Provider",
     "tpm2": "tpm2:Tpm2Provider",

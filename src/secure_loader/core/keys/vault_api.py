@@ -9,20 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 from pathlib import Path
 
 from ...errors import KeyAccessError, KeySourceDeniedError, KeySourceUnreachableError
-from .. import strict_json
 from ..secrets import Secret, wipe
 from .fetch import reading
-from .lift import lift
-from .local import read_private
 from .net import Deadline, Response, Rules, Url, check_status, request
-
-# Printable, and nothing that JSON would have to escape.
-_CREDENTIAL = re.compile(rb"[!#-\[\]-~]+")
-_LOGIN = re.compile(rb'"client_token"[ \t\r\n]*:[ \t\r\n]*"(?P<value>[!#-\[\]-~]{16,8192})"')
+from .tokens import token_in, word_of_file, word_of_variable
 
 
 def vault_rules(rules: Rules) -> Rules:
@@ -73,36 +66,19 @@ def find_token(url: Url, rules: Rules, deadline: Deadline) -> Secret:
         KeyAccessError: There is none, it cannot be used, or the AppRole is not let in.
     """
     if os.environ.get("VAULT_TOKEN"):
-        return _credential(bytearray(os.environb[b"VAULT_TOKEN"]), "VAULT_TOKEN")
+        return word_of_variable("VAULT_TOKEN")
     if named := os.environ.get("VAULT_TOKEN_FILE"):
-        return _from_file(Path(named), "token file")
+        return word_of_file(Path(named), "token file")
     if role := os.environ.get("VAULT_ROLE_ID"):
         return _login(role, url, rules, deadline)
     # Not Path.expanduser, which raises where nobody knows the home folder, and not Path.exists, which may.
     left = os.path.expanduser("~/.vault-token")
     if os.path.isabs(left) and os.path.exists(left):
-        return _from_file(Path(left), "token file")
+        return word_of_file(Path(left), "token file")
     raise KeyAccessError(
         f"{url.source}: there is no token to ask with",
         hint="set VAULT_TOKEN_FILE, or VAULT_ROLE_ID and VAULT_SECRET_ID_FILE, or VAULT_TOKEN; or log in with vault or bao",
     )
-
-
-def _from_file(path: Path, what: str) -> Secret:
-    return _credential(read_private(path, what), str(path))
-
-
-def _credential(text: bytearray, where: str) -> Secret:
-    """The one line of a text, as a secret; the text is wiped."""
-    with Secret(text) as whole:
-        line = bytearray(whole.reveal())
-        while line[-1:].isspace():
-            line.pop()
-        credential = Secret(line)
-    if not _CREDENTIAL.fullmatch(credential.reveal()):
-        credential.wipe()
-        raise KeyAccessError(f"{where} does not hold one word of ASCII, which a token or secret id is")
-    return credential
 
 
 def _login(role: str, url: Url, rules: Rules, deadline: Deadline) -> Secret:
@@ -110,7 +86,7 @@ def _login(role: str, url: Url, rules: Rules, deadline: Deadline) -> Secret:
     named = os.environ.get("VAULT_SECRET_ID_FILE")
     if not named:
         raise KeyAccessError("VAULT_ROLE_ID is set, and VAULT_SECRET_ID_FILE, which goes with it, is not")
-    with _from_file(Path(named), "secret id file") as secret_id:
+    with word_of_file(Path(named), "secret id file") as secret_id:
         before = b'{"role_id":' + json.dumps(role).encode() + b',"secret_id":"'
         body = bytearray().join([before, secret_id.reveal(), b'"}'])
     try:
@@ -121,16 +97,4 @@ def _login(role: str, url: Url, rules: Rules, deadline: Deadline) -> Secret:
     if response.status in (400, 403):
         raise KeySourceDeniedError(f"{url.source} denies the AppRole (HTTP {response.status})")
     check(response, url)
-    return reading(response, url, _token_of)
-
-
-def _token_of(body: bytearray) -> Secret:
-    """The token in an answer to a login."""
-    lifted = lift(body, _LOGIN)
-    answer = strict_json.loads(bytes(body), what="answer", scan=True, any_number=True)
-    auth = answer.get("auth") if isinstance(answer, dict) else None
-    token = auth.get("client_token") if isinstance(auth, dict) else None
-    if not isinstance(token, str):
-        raise KeyAccessError("the answer to the login holds no token")
-    # A token of another form passes through a string.
-    return lifted.get(token) or _credential(bytearray(token, "utf-8"), "the answer to the login")
+    return reading(response, url, lambda answer: token_in(answer, "auth", "client_token"))
