@@ -266,7 +266,7 @@ def _from_toml() -> dict[str, Any]:
             doc = tomllib.load(f)
     except ConfigError:
         raise
-    except (OSError, ValueError) as e:  # bytes that are no UTF-8 are no TOMLDecodeError
+    except (OSError, ValueError, RecursionError) as e:  # bytes that are no UTF-8 are no TOMLDecodeError
         raise ConfigError(f"cannot be read: {e}", path=path) from None
     unknown = sorted(set(doc) - {"loader"})
     if unknown or not isinstance(doc.get("loader", {}), dict):

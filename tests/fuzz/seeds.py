@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import json
 import struct
-from pathlib import Path
 
-from tests.fuzz.targets import SECTIONS, SEPARATOR, TENSORS
+from tests.fuzz.claims import SEPARATOR
+from tests.fuzz.targets import SECTIONS, TENSORS
 from tests.vectors import DATA, Vector, iter_vectors
 
 MAX_SEED = 16384  # longer ones slow the fuzzer down and show nothing new
 
 
 def by_target() -> dict[str, list[bytes]]:
-    """Seeds of every target, each once, in a fixed order."""
+    """Seeds of the targets of the format."""
     vectors = list(iter_vectors())
-    found = {
+    return {
         "fuzz_header": [seed for v in vectors if v.kind == "file" for seed in _header(v.data)],
         "fuzz_metadata": [seed for v in vectors if v.kind == "file" for seed in _metadata(v.data)],
         "fuzz_jwk": [path.read_bytes() for path in sorted((DATA / "keys").glob("*"))] + _keys(vectors),
         "fuzz_manifest": [seed for v in vectors if v.kind == "folder" for seed in _manifest(v)],
     }
-    return {name: [s for s in dict.fromkeys(seeds) if len(s) <= MAX_SEED] for name, seeds in found.items()}
-
-
-def write(folder: Path, target: str) -> None:
-    """Put the seeds of a target into a corpus folder, by the digest of each, as libFuzzer does itself."""
-    for seed in by_target()[target]:
-        (folder / hashlib.sha1(seed, usedforsecurity=False).hexdigest()).write_bytes(seed)
 
 
 def _header(data: bytes) -> list[bytes]:

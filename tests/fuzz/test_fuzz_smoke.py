@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from tests.fuzz import seeds
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.every import TARGETS, by_target
 
-SEEDS = seeds.by_target()
+SEEDS = by_target()
 _TOKENS = (
     b'"',
     b"\\",

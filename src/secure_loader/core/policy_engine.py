@@ -87,8 +87,25 @@ def examine(text: str) -> Facts:
         raise ConfigError(e.message, hint=e.hint) from None
     if not answer.startswith("{"):
         raise ConfigError(f"the policy {_shown(answer)}")
-    doc: dict[str, Any] = json.loads(answer)
-    return Facts(doc["package"], doc["default"], tuple(doc["rules"]), tuple(doc["forbidden"]), doc["clock"])
+    facts = _facts(answer)
+    if facts is None:
+        raise ConfigError("the policy cannot be looked at: the process of its engine said something else")
+    return facts
+
+
+def _facts(answer: str) -> Facts | None:
+    """None for what our own program in the child would not say: the engine may have had the better of it."""
+    try:
+        doc: Any = json.loads(answer)
+        package, default, clock = doc["package"], doc["default"], doc["clock"]
+        names = [doc[what] for what in ("rules", "forbidden")]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    lists = all(isinstance(many, list) and all(isinstance(n, str) for n in many) for many in names)
+    known = default is None or type(default) is bool or default == "other"
+    if not isinstance(package, str) or type(clock) is not bool or not lists or not known:
+        return None
+    return Facts(package, default, tuple(names[0]), tuple(names[1]), clock)
 
 
 def _ask(text: str, document: str | None) -> str:

@@ -120,6 +120,7 @@ def test_a_toml_file_of_somebody_else_decides_nothing(toml, monkeypatch):
         ("[loader]\noms_keys = 5\n", "oms_keys takes references"),
         ("[loader]\noms_keys = ['-----BEGIN PRIVATE KEY-----']\n", "never key material"),
         ("[loader]\nrequire_oms = 1\n", "require_oms must be true or false"),
+        ("[loader]\nkeys = " + "[" * 5000, "cannot be read"),
         ("[loader]\nkeys = 5\n", "keys takes references"),
         ("[loader]\nkeys = [5]\n", "keys takes references"),
         ("[loader]\nkeys = {k = 'x'}\n", "keys takes references"),

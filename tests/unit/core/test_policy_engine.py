@@ -291,6 +291,26 @@ def test_facts():
     assert examine("package model\ndefault allow := true").default is True
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{",
+        "{}",
+        "{" * 5000,
+        '{"package": 5, "default": null, "rules": [], "forbidden": [], "clock": false}',
+        '{"package": "model", "default": 1, "rules": [], "forbidden": [], "clock": false}',
+        '{"package": "model", "default": false, "rules": "http.send", "forbidden": [], "clock": false}',
+        '{"package": "model", "default": false, "rules": [], "forbidden": [1], "clock": false}',
+        '{"package": "model", "default": false, "rules": [], "forbidden": [], "clock": 0}',
+    ],
+)
+def test_facts_that_our_own_program_would_not_state(monkeypatch, answer):
+    """Whoever breaks out of the engine speaks for the child process."""
+    monkeypatch.setattr(policy_engine, "_ask", lambda *_: answer)
+    with pytest.raises(ConfigError, match="said something else"):
+        examine("package model")
+
+
 def children() -> set[int]:
     """Of this process, alive or not yet waited for."""
     found = set()

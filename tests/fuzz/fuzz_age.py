@@ -1,0 +1,6 @@
+"""Fuzz key files under a passphrase (every.py says where what must hold is written)."""
+
+from under_atheris import run
+
+if __name__ == "__main__":
+    run("fuzz_age")
