@@ -86,7 +86,9 @@ def sign_folder(
     with progress_bar(sum(sizes.values()), f"Hashing {folder.name}", show=progress) as advance:
         digests = hash_files(folder, names, advance)
     hidden = _hidden(folder)
-    ignored = [MODEL_SIGNATURE, *_IGNORED, *(name for name in hidden if name not in _IGNORED)]
+    # A name that is not UTF-8 fits into no JSON; the peer will complain of that file.
+    named = [name for name in hidden if name not in _IGNORED and name.isprintable()]
+    ignored = [MODEL_SIGNATURE, *_IGNORED, *named]
     data = oms.write(folder.resolve().name, digests, ignored, key)
     write_bytes(target, data, overwrite=force)
     public = key.verify_key("")

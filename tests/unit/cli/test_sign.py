@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 
 import pytest
@@ -62,6 +63,14 @@ def test_reports_as_json(cli, encrypted, key):
     }
     assert "not signed  .notes" in cli("sign", "--oms", encrypted, "--key", key[0], "--force").out
     assert cli("sign", "--oms", encrypted, "--key", key[0], "--force", "-q").out == ""
+
+
+def test_hidden_names_that_are_no_text(cli, encrypted, key):
+    os.close(os.open(os.fsencode(encrypted) + b"/.\xff\n", os.O_CREAT | os.O_WRONLY))
+    done = cli("sign", "--oms", encrypted, "--key", key[0])
+    assert "not signed  .\\udcff\\n" in done.out
+    assert cli("sign", "--oms", encrypted, "--key", key[0], "--force", "--json").json["not_signed"] == [".\udcff\n"]
+    cli("verify", encrypted, "--oms-key", key[1])
 
 
 def test_what_is_there_stays_unless_it_is_meant(cli, encrypted, key):
