@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from secure_loader import safe_open
+from secure_loader import encrypt_model, safe_open
 from secure_loader.config import LoaderConfig
 from secure_loader.core.checkpoint import Checkpoint
 from secure_loader.core.keys import evidence
@@ -22,7 +23,7 @@ from secure_loader.core.keys.provider import KeyRequest, KeyRing, key_check_valu
 from secure_loader.core.keys.rcar import report_data
 from secure_loader.core.session import Session
 from secure_loader.errors import ConfigError, KeyAccessError, KeySourceDeniedError, KeySourceResponseError
-from tests.attacks.kit import KEY, arrays, build_file, build_folder, master, refused, trust
+from tests.attacks.kit import KEY, SIGN, arrays, build_file, build_folder, master, refused, trust
 from tests.integration.keys.kbs_peer import b64url, brokering, canonical, concat_kdf, unb64url
 from tests.integration.keys.services import key_set, request_for
 
@@ -168,6 +169,26 @@ def test_a_file_opens_with_it(peer, settings, tmp_path):
         peer.resources[PATH] = resource
         with safe_open(path, "numpy", keys=[f"kbs:///{PATH}"], trust=trust(), config=settings(), strict=True) as f:
             assert (f.get_tensor("big") == arrays()["big"]).all()
+
+
+def test_from_pretrained(peer, settings, tmp_path, tiny_llama_shards):
+    """A model folder of three files, by Transformers: every setting goes through its options."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    encrypt_model(tiny_llama_shards, tmp_path / "secure", key=KEY, signing_key=SIGN)
+    signer = tmp_path / "signer.json"
+    signer.write_text(json.dumps({"name": "publisher", "key": SIGN.verify_key().document()}))
+    signer.chmod(0o644)
+    config = settings(keys=f"kbs:///{PATH}", trust=str(signer))
+    options = {
+        f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default
+    }
+    secure = AutoModelForCausalLM.from_pretrained(tmp_path / "secure", loader="secure", loader_config=options)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_llama_shards)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, secure.state_dict()[name]), name
+    assert peer.paths() == ["/auth", "/attest", f"/resource/{PATH}"]
 
 
 def test_one_chain_for_a_folder(peer, settings, tmp_path):
@@ -364,6 +385,14 @@ class Device:
 class Odd(Device):
     def evidence(self, report_data):
         return {report_data}
+class Surrogate(Device):
+    def evidence(self, report_data):
+        return {"quote": "\\ud800"}
+class Cycle(Device):
+    def evidence(self, report_data):
+        found = []
+        found.append(found)
+        return found
 class Large(Device):
     def evidence(self, report_data):
         return "x" * (1 << 20)
@@ -382,7 +411,10 @@ def plugins(tmp_path, monkeypatch):
     info = tmp_path / "devices-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: devices\nVersion: 1.0\n")
-    points = [f"{name.lower()} = kbs_test_devices:{name}" for name in ("Device", "Odd", "Large", "Broken", "Same")]
+    points = [
+        f"{name.lower()} = kbs_test_devices:{name}"
+        for name in ("Device", "Odd", "Surrogate", "Cycle", "Large", "Broken", "Same")
+    ]
     points.append("sample = kbs_test_devices:Broken")
     (info / "entry_points.txt").write_text("\n".join(["[secure_loader.evidence_providers]", *points, ""]))
     (tmp_path / "kbs_test_devices.py").write_text(PLUGIN)
@@ -398,6 +430,8 @@ def test_a_device_of_another_package(peer, settings, plugins):
     ("name", "words"),
     [
         ("odd", "Odd returns evidence that is no JSON"),
+        ("surrogate", "Surrogate returns evidence that is no JSON"),
+        ("cycle", "Cycle returns evidence that is no JSON"),
         ("large", "Large returns more than 1048576 bytes"),
         ("broken", "an evidence provider failed: ZeroDivisionError"),
         ("same", "give no name, or one name twice"),

@@ -262,8 +262,8 @@ def _attestation(
 def _evidence(broker: Broker, provider: EvidenceProvider, data: bytes) -> Any:
     found = _in_time(broker, lambda: provider.evidence(data))
     try:
-        text = strict_json.dumps(found)
-    except (TypeError, ValueError):
+        text = strict_json.dumps(found).encode()
+    except (TypeError, ValueError, RecursionError):
         raise KeyAccessError(f"{type(provider).__name__} returns evidence that is no JSON") from None
     if len(text) > _MAX_EVIDENCE:
         raise KeyAccessError(f"{type(provider).__name__} returns more than {_MAX_EVIDENCE} bytes of evidence")
