@@ -393,12 +393,25 @@ def test_who_shows_a_key_of_their_own_on_the_bus_is_noticed(tpm, another, tmp_pa
     assert another.left() == b""
 
 
-def test_a_character_device(tpm, tmp_path, monkeypatch):
+def test_a_character_device(passing, tmp_path, monkeypatch):
     """As /dev/tpmrm0 is: here a terminal, with the TPM behind it."""
-    with Bus(tpm, tmp_path, device=True) as bus:
+    with Bus(passing, tmp_path, device=True) as bus:
         monkeypatch.setenv(tpm2.TCTI_VARIABLE, bus.tcti)
         assert is_key(resolve(asking(service().wrap("pcrs=sha256:7", KEY.secret, CONTEXT))))
         assert len(bus.heard) > 1000
+        passing.process.send_signal(signal.SIGSTOP)
+        try:
+            with refused(KeySourceUnreachableError, "no answer within 0.3 s"):
+                service(key_timeout_seconds=0.3).wrap("", KEY.secret, CONTEXT)
+        finally:
+            passing.process.send_signal(signal.SIGCONT)
+        assert "tpm" in {thread.name for thread in threading.enumerate()}, "it waits for the device, and nobody for it"
+    for _ in range(500):
+        if "tpm" not in {thread.name for thread in threading.enumerate()}:
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("the device has answered, or is gone, and the thread is still there")
 
 
 # --- TPMs that are away --------------------------------------------------------------------------------------------

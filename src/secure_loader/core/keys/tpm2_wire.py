@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from ...errors import KeyAccessError, KeySourceResponseError, KeySourceUnreachableError
 from ..secrets import wipe
+from ..threads import start
 from .net import Deadline
 
 RH_OWNER, RH_NULL, PASSWORD = 0x40000001, 0x40000007, 0x40000009
@@ -135,13 +136,13 @@ class Tpm:
             )
         try:
             if where[1]:
-                return os.open(where[1], os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+                return _through_thread(os.open(where[1], os.O_RDWR | os.O_CLOEXEC))
             with socket.socket(socket.AF_UNIX if where[2] else socket.AF_INET) as connection:
                 connection.settimeout(self._deadline.left())
                 connection.connect(where[2] or (where[3] or "127.0.0.1", int(where[4])))
                 connection.settimeout(0)
                 return connection.detach()
-        except (OSError, OverflowError) as e:
+        except (OSError, OverflowError, RuntimeError) as e:
             if isinstance(e, TimeoutError):
                 raise self._slow() from None
             reason = e.strerror if isinstance(e, OSError) and e.strerror else e
@@ -201,7 +202,6 @@ class Tpm:
             left = left[os.write(self._fd, left) :]
 
     def _receive(self) -> bytearray:
-        # In one piece: a device gives an answer to one call only, a socket may split it.
         room, size, whole = bytearray(_MAX_ANSWER), 0, 10
         try:
             while size < whole:
@@ -356,6 +356,41 @@ class Session:
         keys = _kdf_a(self._key, b"CFB", newer, older, 256)
         with memoryview(parameters) as view:
             _cfb(keys[:16], keys[16:], view[2 : 2 + size], sealing=sealing)
+
+
+def _through_thread(device: int) -> int:
+    """A socket with a device behind it, which is closed with it.
+
+    Whatever is asked of the kernel's TPM device waits while a command runs, ``poll`` and ``close`` too, and may do so for minutes
+    where a TPM hangs. So a thread waits, and is left behind where it must be.
+
+    Raises:
+        RuntimeError: There are no more threads to be had.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def pass_on() -> None:
+        # Whoever waits is told of any error by the end.
+        with theirs, contextlib.suppress(OSError):
+            try:
+                while command := theirs.recv(_MAX_ANSWER):
+                    os.write(device, command)
+                    answer = os.read(device, _MAX_ANSWER)
+                    while 10 <= len(answer) < min(int.from_bytes(answer[2:6], "big"), _MAX_ANSWER):
+                        answer += os.read(device, _MAX_ANSWER)
+                    theirs.send(answer)
+            finally:
+                os.close(device)
+
+    with ours:
+        try:
+            start(pass_on, "tpm")
+        except RuntimeError:
+            theirs.close()
+            os.close(device)
+            raise
+        ours.settimeout(0)
+        return ours.detach()
 
 
 def _salt(public: bytes) -> tuple[bytes, bytes]:
