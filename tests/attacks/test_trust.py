@@ -13,9 +13,10 @@ from secure_loader.config import LoaderConfig
 from secure_loader.core.home import home, trust_dir
 from secure_loader.core.inspection import identify
 from secure_loader.core.manifest import MANIFEST
-from secure_loader.core.trust_files import add, revoke
+from secure_loader.core.trust_files import add, document_bytes, revoke, thumbprint_of
 from secure_loader.core.trust_rules import Revocation, Rule, Rules
 from secure_loader.errors import (
+    ConfigError,
     NotEncryptedError,
     PolicyDeniedError,
     RevokedError,
@@ -77,6 +78,20 @@ def test_a38_a_revoked_key_under_other_names(tmp_path):
     signers = [TrustedSigner("somebody else", key.verify_key()), TrustedSigner("me", SIGN.verify_key())]
     Victim(store=TrustStore(signers)).load(path)
     refuses(path, TrustStore(signers, rules=Rules(revoked=(gone(signer=THUMBPRINT),))), RevokedError, "key stolen")
+
+
+def test_a28_a_signer_who_is_called_like_the_key_of_another(tmp_path):
+    # A trust file says what its signer is called, and its publisher wrote it.
+    impostor = TrustedSigner(THUMBPRINT, MALLORY.verify_key())
+    path = build_file(tmp_path / "x.safetensors", signing=MALLORY)
+    rule = Rule(("*",), (THUMBPRINT,))
+    refuses(path, TrustStore([*trust().signers, impostor], rules=Rules((rule,))), UntrustedSignerError, "allows")
+    with refused(ConfigError, "thumbprint"):
+        add(impostor)
+    # Where such a file got into the folder in another way, to revoke the thumbprint still revokes the key that has it.
+    add(TrustedSigner("mallory", MALLORY.verify_key()))
+    (trust_dir() / f"{THUMBPRINT}.json").write_bytes(document_bytes(impostor))
+    assert thumbprint_of(THUMBPRINT) == (THUMBPRINT, None)
 
 
 def test_a38_a_revoked_signer_whom_another_trust_store_names(good, tmp_path):

@@ -15,11 +15,10 @@ from ..errors import ConfigError, FormatError, SecureLoaderError, WriteError
 from .atomic import write_bytes, write_error
 from .home import home, private_folder, trust_dir
 from .trust import REVOKED, RULES, TrustedSigner, read_trust_file, revocations
-from .trust_rules import Revocation, Rules, parse_rules, read_rules
+from .trust_rules import THUMBPRINT, Revocation, Rules, parse_rules, read_rules
 
 # A file name everywhere, part of a kid, and never an option, a hidden file or a path.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_THUMBPRINT = re.compile(r"[A-Za-z0-9_-]{43}")
 _LIST_HEAD = """\
 # What is not taken any more, whoever names it; docs/trust.md says what can stand here.
 # Written by: secure-loader trust revoke. To take something again, delete its entry.
@@ -60,12 +59,15 @@ def check_name(name: str) -> str:
     """Returns a NAME of a key or signer.
 
     Raises:
-        ConfigError: It could not be a file name everywhere.
+        ConfigError: It could not be a file name everywhere, or is spelt like a thumbprint.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
             "a NAME has 1 to 64 letters, digits, dots, dashes and underscores, and begins with a letter or digit"
         )
+    if THUMBPRINT.fullmatch(name):
+        # Rules and revocations take both, and files of others suggest names: nobody is called like somebody else's key.
+        raise ConfigError("a NAME of 43 characters could be taken for the thumbprint of a key")
     return name
 
 
@@ -158,9 +160,9 @@ def thumbprint_of(who: str) -> tuple[str, str | None]:
     Raises:
         ConfigError: Neither.
     """
-    if _NAME.fullmatch(who) and trust_file(who).exists():
-        return read_trust_file(trust_file(who)).key.thumbprint(), who
-    if not _THUMBPRINT.fullmatch(who):
+    if not THUMBPRINT.fullmatch(who):
+        if _NAME.fullmatch(who) and trust_file(who).exists():
+            return read_trust_file(trust_file(who)).key.thumbprint(), who
         raise ConfigError(
             f"no signer named {who!r} is trusted, and it is no thumbprint",
             hint="see who is with: secure-loader trust list",
