@@ -192,6 +192,22 @@ def test_the_wrong_key_is_told_by_its_check_value():
         KeyRing([master(KEY.kid, algorithm="chacha20poly1305")]).resolve(right)
 
 
+def test_a_folder_is_searched_once_for_a_load(tmp_path):
+    write(tmp_path / "b.jwk", KEY)
+    other = write(tmp_path / "a.jwk", master("other", 3))
+    ring = KeyRing([str(tmp_path)])
+    for file_id in (bytes(16), bytes(range(16))):  # two files of one set
+        unwrapper = ring.resolve(request(file_id=file_id, kcv=key_check_value(KEY.secret, file_id)))
+        assert bytes(unwrapper.secret.reveal()) == bytes(KEY.secret.reveal())
+        other.write_text("not a key")  # whoever looks at it says so
+    for another in (ring, KeyRing([str(tmp_path)])):
+        with pytest.raises(KeyAccessError, match=r"a\.jwk"):
+            another.resolve(request(model_id="another/model"))
+    (tmp_path / "b.jwk").unlink()
+    with pytest.raises(KeyAccessError, match="No such file"):
+        ring.resolve(request())
+
+
 def test_key_check_value_is_hkdf():
     """Computed with RFC 5869 by hand: extract, then one block of expand."""
     import hashlib

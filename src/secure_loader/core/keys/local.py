@@ -7,6 +7,7 @@ import ctypes
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,7 +45,24 @@ class LocalProvider(abc.ABC):
 
 
 class FileProvider(LocalProvider):
-    """Private JWK files, and folders of them."""
+    """Private JWK files, and folders of them. A folder is searched once for all files of a load; its keys are not kept."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, KeyRequest], Path] = {}
+
+    def resolve(self, reference: str, request: KeyRequest) -> Unwrapper | None:
+        """See :meth:`core.keys.provider.KeyProvider.resolve`."""
+        path = path_of(reference)
+        at = (reference, replace(request, file_id=None, kcv=None))  # what the files of a set have in common
+        found = _pick(_read_file(self._places[at]), request) if at in self._places else None
+        if found is not None or not path.is_dir():
+            return found or _pick(_read_file(path), request)
+        by_file = {file: _read_file(file) for file in sorted(key_files(path))}
+        found = _pick([key for keys in by_file.values() for key in keys], request)
+        if found is not None:
+            wanted = {request.kid, *(entry.kid for entry in request.recipients)}
+            self._places[at] = next(file for file, keys in by_file.items() if wanted & {key.kid for key in keys})
+        return found
 
     def keys(self, reference: str) -> list[Jwk]:
         """See :meth:`LocalProvider.keys`; ``reference`` is a path or the rest of a file URI."""
