@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from secure_loader import encrypt_model
+from secure_loader import encrypt_model, rewrap_model
 from secure_loader.config import LoaderConfig
 from secure_loader.core.aead import ALGORITHMS
 from secure_loader.core.archive import Archive
@@ -262,6 +262,22 @@ def test_a_model_from_end_to_end_by_one_request(aws, tmp_path, secure_loader_hom
                 for tensor, expected in load_file(source / name).items():
                     assert (f.get_tensor(tensor) == expected).all()
         assert proxy.connections == 1
+
+
+def test_master_keys_change_by_arn(aws, tmp_path, secure_loader_home):
+    """A new master key is wrapped for the services among the settings that files name: an alias is not what they name."""
+    settings = secure_loader_home / "config.toml"
+    settings.write_text("[loader]\ninsecure_allow_http_loopback = true\n")
+    folder = build_folder(tmp_path / "model", shards=1, key=None, recipients=["awskms:alias/models"])
+    common = {"signing_key": SIGN, "trust": trust(), "new_key": True}
+    settings.write_text('[loader]\ninsecure_allow_http_loopback = true\nkeys = ["awskms:alias/models"]\n')
+    with refused(ConfigError, f"cannot be wrapped for {aws.arn}: not known here", "name them with -r"):
+        rewrap_model(folder, **common)
+    settings.write_text(f'[loader]\ninsecure_allow_http_loopback = true\nkeys = ["awskms:{aws.arn}"]\n')
+    rewrap_model(folder, **common)
+    session = Session(keys=["awskms:alias/models"], trust=trust(), config=config())
+    with session.open(shard(folder), "numpy") as f:
+        f.get_tensors()
 
 
 def test_a36_kms_is_not_asked_for_a_model_that_nobody_trusted_signed(aws, tmp_path, secure_loader_home, monkeypatch):

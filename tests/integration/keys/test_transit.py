@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from secure_loader import encrypt_model
+from secure_loader import encrypt_model, rewrap_model
 from secure_loader.config import LoaderConfig
 from secure_loader.core.aead import ALGORITHMS
 from secure_loader.core.archive import Archive
@@ -382,6 +382,34 @@ def test_a_model_from_end_to_end_by_one_request(transit, may, tmp_path, secure_l
                 for tensor, expected in load_file(source / name).items():
                     assert (f.get_tensor(tensor) == expected).all()
         assert proxy.connections == 1
+
+
+def test_recipients_and_master_keys_change(transit, may, tmp_path, secure_loader_home):
+    """A service joins, the master key is replaced by another that it wraps, and the service leaves."""
+    reference = f"transit:{where(transit)}"
+    (secure_loader_home / "config.toml").write_text(
+        f'[loader]\nkey_private_hosts = ["127.0.0.1"]\nkeys = ["{reference}"]\n'
+    )
+    folder = build_folder(tmp_path / "model", shards=1)
+    common = {"signing_key": SIGN, "trust": trust()}
+
+    def loads(*keys) -> None:
+        with Session(keys=keys, trust=trust(), config=config()).open(shard(folder), "numpy") as f:
+            f.get_tensors()
+
+    with refused(KeyAccessError, "no master key with kid 'enc-1'"):
+        loads(reference)
+    rewrap_model(folder, keys=[KEY], recipients=[reference], **common)
+    loads(reference)
+    loads(KEY)
+    rewrap_model(folder, new_key=True, **common)
+    loads(reference)
+    with refused(KeyAccessError, "which is wrapped for transit/keys/models"):
+        loads(KEY)
+    rewrap_model(folder, key=KEY, remove=["transit/keys/models"], **common)
+    loads(KEY)
+    with refused(KeyAccessError, "no master key with kid 'enc-1'"):
+        loads(reference)
 
 
 def test_a36_no_service_is_asked_for_a_model_that_nobody_trusted_signed(transit, may, tmp_path, secure_loader_home):
