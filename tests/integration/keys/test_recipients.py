@@ -186,7 +186,7 @@ def interrupted(monkeypatch, folder: Path, *who: str, **settings) -> None:
 
     monkeypatch.setattr(writer, "write_file", once)
     with pytest.raises(KeyboardInterrupt):
-        encrypted(folder, *who, key=KEY, **settings)
+        encrypted(folder, *who, **({"key": KEY} | settings))
 
 
 def test_a_resumed_run_writes_one_list(tmp_path, monkeypatch):
@@ -212,6 +212,15 @@ def test_a_resumed_run_with_another_key_of_that_name_starts_over(tmp_path, monke
     new = Identity("bob-1", Secret(b"\x0f" * 32))
     folder = encrypted(tmp_path, public(tmp_path, new), key=KEY)
     assert same(weights(folder, private(tmp_path, new)), original(tmp_path / "plain"))
+
+
+def test_a_killed_run_whose_key_nobody_has_starts_over(tmp_path, monkeypatch):
+    """Its master key is gone with it, and what it wrote with it."""
+    who = public(tmp_path, BOB)
+    interrupted(monkeypatch, tmp_path, who, key=None)
+    folder = encrypted(tmp_path, who)
+    assert len({master_kid(folder), json.loads(_metadata(shard(folder, 2))["__crypto_keys__"])["enc"]["kid"]}) == 1
+    assert same(weights(folder, private(tmp_path, BOB)), original(tmp_path / "plain"))
 
 
 def test_the_master_key_of_one_model_is_kept_nowhere(tmp_path, monkeypatch, secure_loader_home):
