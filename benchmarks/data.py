@@ -45,7 +45,8 @@ class Model:
 
     Attributes:
         name: Of the folder.
-        kind: ``smollm2`` is the real one, ``qwen3`` has Qwen3-0.6B's shape with random weights, ``tiny`` is for tests.
+        kind: ``smollm2`` is the real one, ``qwen3`` has Qwen3-0.6B's shape with random weights, ``tiny`` is for tests,
+            ``shards-N`` has N small tensors in four shards, and nothing else that a model needs.
         nbytes: About how much its weights take.
     """
 
@@ -95,6 +96,8 @@ TINY_BIG = qwen3("tiny-big", hidden=256, intermediate=512, layers=4, query=256, 
 SMOLLM2 = Model("SmolLM2-135M-Instruct", "smollm2", 269_060_552)
 QWEN3_MODEL = Model("Qwen3-shaped", "qwen3", 1_503_264_768)
 TINY_MODEL = Model("tiny-model", "tiny", 1_500_000)
+OPENING = Model("opening", "shards-300", 300 << 16)
+TINY_OPENING = Model("tiny-opening", "shards-12", 12 << 16)
 
 
 def uniform(name: str, nbytes: int, count: int) -> StateDict:

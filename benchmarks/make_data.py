@@ -128,6 +128,9 @@ def _make_model(what: Model, variant: str, target: Path) -> None:
 
 
 def _write_model(what: Model, target: Path) -> None:
+    if what.kind.startswith("shards-"):
+        _write_shards(what, target)
+        return
     from tests.models import byte_tokenizer, tiny_model
 
     if what.kind == "tiny":
@@ -157,6 +160,22 @@ def _write_model(what: Model, target: Path) -> None:
     model = model.to(torch.bfloat16)
     model.load_state_dict(random_tensors(shapes), assign=True)
     model.save_pretrained(target, max_shard_size="8GB")
+
+
+def _write_shards(what: Model, target: Path) -> None:
+    from safetensors.torch import save_file
+
+    count = int(what.kind.rpartition("-")[2])
+    shape = (what.nbytes // count // 2 // 128, 128)
+    tensors = random_tensors(tuple((f"layers.{number:05}.weight", shape) for number in range(count)))
+    places = {name: f"model-{1 + number * 4 // count:05}-of-00004.safetensors" for number, name in enumerate(tensors)}
+    target.mkdir()
+    for file in sorted(set(places.values())):
+        here = {name: tensor for name, tensor in tensors.items() if places[name] == file}
+        save_file(here, target / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": what.nbytes}, "weight_map": places}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    (target / "config.json").write_text("{}")
 
 
 @contextmanager

