@@ -359,7 +359,7 @@ def test_what_rewrap_refuses(person, published, tmp_path):
     [
         ("nobody", "there is no recipient 'nobody'"),
         ("./nowhere.jwk", "there is no recipient './nowhere.jwk'"),
-        ("env:KEY", "a env: reference brings keys, and wraps none"),
+        ("env:KEY", "env: references bring keys, and wrap none"),
         ("nosuch:x", "no key provider serves 'nosuch': references"),
         (b64url(bytes(range(9, 41))), "never key material"),
     ],

@@ -210,7 +210,7 @@ def test_somebody_twice(secure_loader_home, tmp_path, service):
 
 @pytest.mark.parametrize("scheme", ["env:KEY", "passphrase:/k", "age:/k", "fd:3", "vault:https://v/secret/data/x"])
 def test_schemes_that_cannot_wrap(scheme):
-    with pytest.raises(ConfigError, match=f"a {scheme.partition(':')[0]}: reference brings keys, and wraps none"):
+    with pytest.raises(ConfigError, match=f"^{scheme.partition(':')[0]}: references bring keys, and wrap none"):
         recipients.targets([scheme])
 
 

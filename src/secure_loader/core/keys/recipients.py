@@ -244,7 +244,7 @@ def _target(who: str, config: LoaderConfig) -> Target:
     if service is not None:
         return service
     if split_reference(who)[0] != "file":
-        raise ConfigError(f"a {split_reference(who)[0]}: reference brings keys, and wraps none", hint="docs/keys.md")
+        raise ConfigError(f"{split_reference(who)[0]}: references bring keys, and wrap none", hint="docs/keys.md")
     path = recipients_dir() / f"{who}{SUFFIX}"
     # os.path: it takes whatever cannot be a path for one that does not exist.
     if "/" in who or path not in _files():
