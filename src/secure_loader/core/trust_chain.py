@@ -153,7 +153,8 @@ class Chain:
                 ca_policy=_ca_policy(), ee_policy=_leaf_policy()
             ).build_client_verifier()
             found = verifier.verify(self.leaf, list(self.others)).chain
-        except (verification.VerificationError, ValueError, Warning) as e:
+        except (verification.VerificationError, ValueError, TypeError, Warning) as e:
+            # A TypeError comes of names of types that names do not have.
             # What it was looking at follows in brackets, and is whatever the certificate says.
             raise UntrustedSignerError(
                 f"the certificate does not hold: {str(e).partition(' (encountered')[0][:200]}"

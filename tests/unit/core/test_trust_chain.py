@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import random
 from pathlib import Path
 
@@ -121,6 +122,15 @@ def test_damaged_certificates_are_refused_in_one_way(tmp_path):
         which[at] ^= rng.randrange(1, 256)
         with pytest.raises(UntrustedSignerError):
             authority.certify(Chain.parse([bytes(der) for der in damaged]), "2099-01-01T00:00:00Z")
+
+
+def test_a_name_of_a_type_that_names_do_not_have():
+    """The library reads names when it says what is wrong with a certificate, and raises what it likes."""
+    [der] = ders(ROOT.issue(SIGN, usage=SERVER))
+    at = der.rindex(b"\x06\x03\x55\x04\x03\x0c")  # the common name of its subject, a UTF8String
+    chain = Chain.parse([der[:at] + b"\x06\x03\x0c\x04\x55\x03" + der[at + 6 :]])  # a BIT STRING of another name
+    with pytest.raises(UntrustedSignerError, match="the certificate does not hold: oid must be"):
+        chain.verify([ROOT.certificate], dt.datetime.now(dt.UTC))
 
 
 @pytest.mark.filterwarnings("default")
