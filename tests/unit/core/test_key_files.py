@@ -234,7 +234,7 @@ def test_references(reference, expected):
 
 
 def test_an_unknown_scheme():
-    with pytest.raises(ConfigError, match="no key provider serves 'gopher': references; there are age, env, "):
+    with pytest.raises(ConfigError, match="no key provider serves 'gopher': references; there are age, awskms, "):
         provider("gopher")
 
 
