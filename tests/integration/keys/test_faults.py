@@ -119,7 +119,7 @@ def fails(service: Service, port: int, config: LoaderConfig, *kinds: type[KeyAcc
         start = time.monotonic()
         with pytest.raises(KeyAccessError) as caught:
             KeyRing(sources, config).resolve(service.request)
-        assert time.monotonic() - start < SECONDS + 2, "on a slow machine too"
+        assert time.monotonic() - start < config.key_timeout_seconds + 2, "on a slow machine too"
         assert type(caught.value) in kinds, repr(caught.value)
         text = str(caught.value)
         assert f"key source https://localhost:{port}" in text
@@ -265,6 +265,8 @@ def impostors(authority, tmp_path_factory) -> dict[str, Identity]:
     "who", ["another name", "an address", "expired", "for clients", "unknown authority", "self-signed"]
 )
 def test_certificates_that_vouch_for_nothing(service, config, impostors, who):
+    # This is not about the deadline, and a busy machine may take its time.
+    config = config.replace({"key_timeout_seconds": 30})
     with (
         serving(impostors[who], service.script) as server,
         fails(service, server.port, config, KeySourceUnreachableError) as said,
