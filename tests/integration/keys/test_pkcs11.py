@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -338,6 +339,38 @@ def test_a_module_that_hangs_then_works_again(hsm, fault):
         resolve(fault("hang"), asking(entry), key_timeout_seconds=0.3)
     assert time.monotonic() - start < 5
     assert is_key(resolve(fault(), asking(entry)))
+
+
+def test_many_threads_and_a_module_that_hangs(hsm, fault):
+    """Each with files of its own to open: none waits for the deadlines of the others as well."""
+    entry, reference, found = service().wrap(fault(), KEY.secret, CONTEXT), fault("hang"), []
+
+    def ask():
+        start = time.monotonic()
+        with pytest.raises(KeySourceUnreachableError, match=r"no answer within 0\.5 s"):
+            resolve(reference, asking(entry), key_timeout_seconds=0.5)
+        found.append(time.monotonic() - start)
+
+    threads = [threading.Thread(target=ask) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12
+    assert max(found) < 5  # one after the other they take 6 s
+    assert is_key(resolve(fault(), asking(entry)))
+
+
+@pytest.mark.parametrize(
+    "said", ["", "-", "-{}", '-{"kind": "no", "text": "", "pin": false}', "-[", "-" + "[" * 2000, "-\\xff"]
+)
+def test_a_process_that_says_something_else(hsm, fault, tmp_path, monkeypatch, said):
+    """Code of the module is in it, and may have the better of ours."""
+    child = tmp_path / "child.py"
+    child.write_text(f"import os; os.write(1, {said!r}.encode('latin-1'))")
+    monkeypatch.setattr(pkcs11, "_CHILD", str(child))
+    with refused(KeySourceResponseError if said else KeySourceUnreachableError, "the process with the module"):
+        service().wrap(fault(), KEY.secret, CONTEXT)
 
 
 def test_a_process_that_shows_the_pin_and_hangs(hsm, fault):

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ _KINDS = {
 _refused: set[bytes] = set()
 _blind = os.urandom(32)
 _lock = ForkLock()
+_at_it: tuple[int, weakref.ref[_Turn]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +114,24 @@ class Pkcs11Provider(WrappingProvider):
         try:
             uri = parse_uri(reference)
             module = _module(uri)
-            with _lock.here:
-                deadline = Deadline(self.seconds)
-                try:
-                    with _alone_with(uri, deadline), _find_pin(uri) as pin:
-                        request = {
-                            "module": module,
-                            "token": uri.token,
-                            "object": uri.object,
-                            "wrap": wrap,
-                            "aad": context.encode().hex(),
-                            "pin": len(pin) or None,
-                            "data": len(data),
-                            "seconds": deadline.left(),
-                        }
-                        return _answer(uri, request, pin, data, deadline)
-                except TimeoutError:
-                    raise KeySourceUnreachableError(
-                        f"{source(uri)}: no answer within {self.seconds:g} s", hint="is the device in order?"
-                    ) from None
+            deadline = Deadline(self.seconds)
+            try:
+                with _turn(deadline), _alone_with(uri, deadline), _find_pin(uri) as pin:
+                    request = {
+                        "module": module,
+                        "token": uri.token,
+                        "object": uri.object,
+                        "wrap": wrap,
+                        "aad": context.encode().hex(),
+                        "pin": len(pin) or None,
+                        "data": len(data),
+                        "seconds": deadline.left(),
+                    }
+                    return _answer(uri, request, pin, data, deadline)
+            except TimeoutError:
+                raise KeySourceUnreachableError(
+                    f"{source(uri)}: no answer within {self.seconds:g} s", hint="is the device in order?"
+                ) from None
         finally:
             wipe(data)
 
@@ -245,6 +246,38 @@ def _one_line(data: bytearray, what: str) -> Secret:
     return Secret(pin)
 
 
+class _Turn:
+    """Held by the thread whose turn it is. Where a signal ends the thread's work before it can give it back, it is over with it."""
+
+
+@contextlib.contextmanager
+def _turn(deadline: Deadline) -> Iterator[None]:
+    """No other thread of this process asks meanwhile. A lock would let the last of many wait for all their deadlines.
+
+    Raises:
+        TimeoutError: The others take too long.
+    """
+    global _at_it  # noqa: PLW0603 - guarded by the lock
+    mine = _Turn()
+    while True:
+        with _lock.here:
+            if _whose_turn() is None:
+                _at_it = os.getpid(), weakref.ref(mine)
+                break
+        time.sleep(min(0.005, deadline.left()))
+    try:
+        yield
+    finally:
+        with _lock.here:
+            if _whose_turn() is mine:
+                _at_it = None
+
+
+def _whose_turn() -> _Turn | None:
+    # A process that was forked meanwhile has no such thread.
+    return _at_it[1]() if _at_it is not None and _at_it[0] == os.getpid() else None
+
+
 @contextlib.contextmanager
 def _alone_with(uri: Uri, deadline: Deadline) -> Iterator[None]:
     """No other process shows the PIN from the same file meanwhile.
@@ -306,7 +339,11 @@ def _answer(uri: Uri, request: dict[str, object], pin: Secret, data: bytearray, 
     if answer[:1] == b"+":
         del answer[:1]
         return answer
-    refusal = json.loads(answer[1:])
-    if refusal["pin"]:
+    try:
+        refusal = json.loads(answer[1:])
+        kind, text, wrong_pin = _KINDS[refusal["kind"]], str(refusal["text"])[:300], refusal["pin"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise KeySourceResponseError(f"{source(uri)}: the process with the module says something else") from None
+    if wrong_pin:
         _refused.add(code)
-    raise _KINDS[refusal["kind"]](f"{source(uri)}: {refusal['text']}")
+    raise kind(f"{source(uri)}: {text}")
