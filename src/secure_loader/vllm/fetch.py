@@ -80,7 +80,7 @@ class Model:
         if unsigned_allowed and not (folder / mf.MANIFEST).exists():
             return folder, None
         manifest, signer = mf.read(folder, session.trust)
-        check_release(manifest.model_id, signer.key.thumbprint(), manifest.release)
+        check_release(manifest.model_id, signer.identity, manifest.release)
         if self._local()[0] is None:
             folder = self._snapshot(_small(manifest))
         here = {n: e for n, e in manifest.files.items() if e.sha256 is not None or (folder / n).exists()}

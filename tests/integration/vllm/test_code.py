@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
-from secure_loader.errors import ManifestError
+from secure_loader import Session, TrustStore
+from secure_loader.core.trust_chain import Authority
+from secure_loader.core.trust_rules import Rules
+from secure_loader.errors import ManifestError, RollbackError
 from secure_loader.vllm import code, register
+from secure_loader.vllm.fetch import Model
+from tests.attacks.kit import MALLORY, SIGN, build_folder
+from tests.certificates import ders, pem, root
 from tests.integration.vllm.publisher import Publisher
 
 CODE = """
@@ -162,3 +169,19 @@ def test_a85_a_branch_that_moves_on(publisher: Publisher, plain, tmp_path, monke
     with pytest.raises(ManifestError, match=r"missing\.py"):
         guarded("me/model", "missing.py", revision="main")
     assert [kwargs["revision"] for _, kwargs in asked] == ["main", "c" * 40]
+
+
+def test_a85_an_older_release_under_another_certificate(tmp_path):
+    """Keys of an authority are new ones often: what holds them together is its name, before any code runs as after."""
+    ca = root()
+    rules = Rules(
+        authorities=(Authority("acme", (pem(tmp_path / "root.pem", ca.certificate),), ("demo/*",), (("O", "Acme"),)),)
+    )
+    session = Session(keys=[], trust=TrustStore([], rules=rules))
+    for release, key in ((5, SIGN), (4, MALLORY)):
+        signing = replace(key, chain=ders(ca.issue(key)))
+        folder = build_folder(tmp_path / f"release-{release}", signing_key=signing, release=release)
+        if release == 5:
+            Model(str(folder)).verify_settings(session)
+    with pytest.raises(RollbackError, match="release 4"):
+        Model(str(folder)).verify_settings(session)
