@@ -498,3 +498,23 @@ def test_a84_private_keys_in_wrong_places(folder, tmp_path):
     (tmp_path / "link.pem").symlink_to(key)
     with refused(KeyAccessError, "is a link"):
         read_signing_key(tmp_path / "link.pem")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.secure-00001-of-00002.safetensors"])
+def test_a83_a_file_that_changes_between_verification_and_signature(folder, monkeypatch, name):
+    from secure_loader.core import inspection
+
+    path, verified = folder / name, inspection.verify
+    data = path.read_bytes()
+
+    def verify_then_change(*args, **options):
+        report = verified(*args, **options)
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        return report
+
+    monkeypatch.setattr(inspection, "verify", verify_then_change)
+    with refused(ManifestError, f"{name} changed while it was signed"):
+        sign_folder(folder, OWNER, trust=trust(), force=True)
+    monkeypatch.undo()
+    path.write_bytes(data)
+    sign_folder(folder, OWNER, trust=trust(), force=True)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError, WriteError
+from ..errors import ConfigError, ManifestError, WriteError
 from . import inspection, oms
 from . import manifest as mf
 from .atomic import write_bytes
@@ -70,6 +70,7 @@ def sign_folder(
     Raises:
         WriteError: There is a ``model.sig``, or it cannot be written.
         ConfigError: Not an encrypted folder, or one with links, which the peer refuses.
+        ManifestError: A file changed meanwhile.
         SecureLoaderError: As :func:`core.inspection.verify`.
     """
     started = time.perf_counter()
@@ -80,11 +81,14 @@ def sign_folder(
     names = [n for n in mf.list_files(folder) if n != MODEL_SIGNATURE]
     if mf.MANIFEST not in names:
         raise ConfigError("is not an encrypted folder", path=folder)
-    sizes = {name: _size(folder, name) for name in names}
+    before = {name: _state(folder, name) for name in names}
+    nbytes = sum(info.st_size for info in before.values())
     # A model.sig that is there is about to be replaced, whatever it is worth.
     verified = inspection.verify(folder, trust=trust, full=True, oms_keys=[], progress=progress)
-    with progress_bar(sum(sizes.values()), f"Hashing {folder.name}", show=progress) as advance:
+    with progress_bar(nbytes, f"Hashing {folder.name}", show=progress) as advance:
         digests = hash_files(folder, names, advance)
+    for name, info in before.items():
+        _refuse_change(info, _state(folder, name), name, folder)
     hidden = _hidden(folder)
     # A name that is not UTF-8 fits into no JSON; the peer will complain of that file.
     named = [name for name in hidden if name not in _IGNORED and name.isprintable()]
@@ -97,7 +101,7 @@ def sign_folder(
         model_id=str(verified.model_id),
         release=int(verified.release or 0),
         files=len(names),
-        nbytes=sum(sizes.values()),
+        nbytes=nbytes,
         curve=public.curve,
         fingerprint=public.fingerprint(),
         not_signed=tuple(hidden),
@@ -105,7 +109,7 @@ def sign_folder(
     )
 
 
-def _size(folder: Path, name: str) -> int:
+def _state(folder: Path, name: str) -> os.stat_result:
     info = os.lstat(folder / name)
     if not stat.S_ISREG(info.st_mode):
         raise ConfigError(
@@ -113,7 +117,14 @@ def _size(folder: Path, name: str) -> int:
             path=folder,
             hint="copy the folder with: cp -rL",
         )
-    return info.st_size
+    return info
+
+
+def _refuse_change(before: os.stat_result, after: os.stat_result, name: str, folder: Path) -> None:
+    """What is signed must be what was verified a moment before. Raises ManifestError."""
+    for what in ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns"):
+        if getattr(before, what) != getattr(after, what):
+            raise ManifestError(f"{name} changed while it was signed", path=folder)
 
 
 def _hidden(folder: Path) -> list[str]:
