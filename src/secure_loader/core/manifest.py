@@ -167,7 +167,7 @@ def _parse(data: bytes) -> _Signed:
         {"payload", "signatures"},
     ):
         raise FormatError(f"{MANIFEST} is neither a flattened nor a general JWS")
-    parts = jws.get("signatures", [jws])
+    parts = jws.get("signatures", [{name: jws[name] for name in jws.keys() - {"payload"}}])
     if not isinstance(parts, list) or len(parts) != 1 + ("signatures" in jws):
         raise FormatError("a general JWS must have two signatures here")
     signatures = [_signature(part, jws["payload"], alg) for part, alg in zip(parts, ("EdDSA", MLDSA), strict=False)]
@@ -182,7 +182,7 @@ def _parse(data: bytes) -> _Signed:
 
 
 def _signature(part: Any, payload: Any, alg: str) -> _Signature:
-    if not isinstance(part, dict) or part.keys() - {"payload"} != {"protected", "signature"}:
+    if not isinstance(part, dict) or part.keys() != {"protected", "signature"}:
         raise FormatError("a signature needs exactly protected and signature")
     if not isinstance(payload, str):
         raise FormatError("the payload is not base64url")

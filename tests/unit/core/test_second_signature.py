@@ -113,6 +113,17 @@ def test_rewrap_signs_with_what_it_is_given(tmp_path, both):
     opens(folder, store(new))
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_signature_of_a_manifest_has_two_members(both, number):
+    """What else stood there would be signed by nobody."""
+    path = both[1] / MANIFEST
+    doc = json.loads(path.read_text())
+    doc["signatures"][number]["payload"] = doc["payload"]
+    path.write_text(json.dumps(doc))
+    with pytest.raises(FormatError, match="exactly protected and signature"):
+        opens(both[1], store(SIGN))
+
+
 def test_pairs_in_key_sets():
     (private,) = parse_keys(jwks(SIGN, SECOND), "set")
     assert isinstance(private, SigningKey)
