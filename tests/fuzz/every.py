@@ -6,16 +6,22 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.fuzz import seeds, targets, targets_local, targets_oms, targets_services
+from tests.fuzz import seeds, targets, targets_local, targets_oms, targets_recipients, targets_services
 
 TARGETS: dict[str, Callable[[bytes], None]] = (
-    targets.TARGETS | targets_services.TARGETS | targets_local.TARGETS | targets_oms.TARGETS
+    targets.TARGETS
+    | targets_services.TARGETS
+    | targets_local.TARGETS
+    | targets_oms.TARGETS
+    | targets_recipients.TARGETS
 )
 
 
 def by_target() -> dict[str, list[bytes]]:
     """Seeds of every target, each once, in a fixed order."""
-    found = seeds.by_target() | targets_services.seeds() | targets_local.seeds() | targets_oms.seeds()
+    found = seeds.by_target()
+    for part in (targets_services, targets_local, targets_oms, targets_recipients):
+        found |= part.seeds()
     return {name: [s for s in dict.fromkeys(many) if len(s) <= seeds.MAX_SEED] for name, many in found.items()}
 
 

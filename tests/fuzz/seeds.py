@@ -48,7 +48,8 @@ def _keys(vectors: list[Vector]) -> list[bytes]:
     seeds = []
     for jwk in (jwk for v in vectors for jwk in (*v.keys, *v.trust)):
         seeds.append(json.dumps(jwk).encode())
-        public = {k: v for k, v in jwk.items() if k != "d"}
+        public = {k: v for k, v in jwk.items() if k not in ("d", "priv")}
+        seeds += [json.dumps(public).encode()] if "priv" in jwk else []
         seeds.append(json.dumps({"name": "n", "key": public, "models": ["a/*"], "not_after": "2030-01-01"}).encode())
     return seeds
 

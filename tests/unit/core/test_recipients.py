@@ -178,8 +178,9 @@ def test_entries_of_all_who_are_named(tmp_path, service):
     entries = recipients.wrap_for(recipients.targets(who), KEY, "demo/model")
     assert [e.name for e in entries] == [(ALG, "bob-1"), (ALG, "carol-1"), ("test-reverse", "prod")]
     context = WrapContext(KEY.kid, "aes256gcm", "demo/model")
-    assert bytes(BOB.unwrap(entries[0], context).reveal()) == bytes(KEY.secret.reveal())
-    assert bytes(CAROL.unwrap(entries[1], context).reveal()) == bytes(KEY.secret.reveal())
+    for identity, entry in ((BOB, entries[0]), (CAROL, entries[1])):
+        with identity.unwrap(entry, context) as secret:
+            assert bytes(secret.reveal()) == bytes(KEY.secret.reveal())
     assert entries[2].wrapped[::-1] == bytes(KEY.secret.reveal())
     with pytest.raises(KeyAccessError):
         CAROL.unwrap(entries[0], context)
