@@ -76,22 +76,44 @@ def test_tokens():
             token_in(bytearray(bad), "access_token")
 
 
+ARN = "arn:aws:kms:eu-central-1:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+VERIFIED = {"verifiedPlaintextCrc32c": True, "verifiedAdditionalAuthenticatedDataCrc32c": True}
+SUM = str(gcpkms.crc32c(PLAIN))
+KID = "https://v.vault.azure.net/keys/k/" + "0" * 32
+# What a service says when all is well, and who reads it.
 ANSWERS = {
     "transit-wrap": ({"data": {"ciphertext": "vault:v1:" + "A" * 80}}, transit._ciphertext_of),
     "transit-unwrap": ({"data": {"plaintext": DIGITS}}, lambda body: secret_in(body, "data", "plaintext")),
-    "aws-wrap": ({"KeyId": "k", "CiphertextBlob": DIGITS}, lambda body: awskms._ciphertext_of(body, "alias/a")),
-    "aws-unwrap": ({"KeyId": "k", "Plaintext": DIGITS}, lambda body: awskms._plaintext_of(body, "alias/a")),
-    "gcp-wrap": ({"name": "k", "ciphertext": DIGITS, "ciphertextCrc32c": "5"}, lambda body: gcpkms._ciphertext_of(body, "k")),
-    "gcp-unwrap": ({"plaintext": DIGITS, "plaintextCrc32c": "5"}, gcpkms._plaintext_of),
-    "azure-wrap": ({"kid": "k", "value": DIGITS}, lambda body: azurekv._entry_of(body, "A256GCM", "k", ("iv", "tag"))),
-    "azure-unwrap": ({"kid": "k", "value": DIGITS}, lambda body: azurekv._secret_of(body, "k", "0" * 32)),
-    "azure-entry": ({"alg": "A256GCM", "iv": "A" * 16, "tag": "A", "value": "A", "version": "0" * 32}, lambda body: azurekv._parse(bytes(body), "k")),
+    "aws-wrap": ({"KeyId": ARN, "CiphertextBlob": DIGITS}, lambda body: awskms._ciphertext_of(body, ARN)),
+    "aws-unwrap": ({"KeyId": ARN, "Plaintext": DIGITS}, lambda body: awskms._plaintext_of(body, ARN)),
+    "gcp-wrap": (
+        {"name": "k/cryptoKeyVersions/1", "ciphertext": DIGITS, "ciphertextCrc32c": SUM} | VERIFIED,
+        lambda body: gcpkms._ciphertext_of(body, "k"),
+    ),
+    "gcp-unwrap": ({"plaintext": DIGITS, "plaintextCrc32c": SUM}, gcpkms._plaintext_of),
+    "azure-wrap": ({"kid": KID, "value": "A", "iv": "A", "tag": "A"}, lambda body: azurekv._entry_of(body, "A256GCM", "k", ("iv", "tag"))),
+    "azure-unwrap": ({"kid": KID, "value": DIGITS}, lambda body: azurekv._secret_of(body, "k", "0" * 32)),
+    "azure-entry": (
+        {"alg": "A256GCM", "iv": "A" * 16, "tag": "A", "value": "A", "version": "0" * 32},
+        lambda body: azurekv._parse(bytes(body), "k"),
+    ),
 }  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8) | st.just(DIGITS),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=5,
 )
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_that_are_as_they_should_be(name):
+    """Or nothing below would show anything."""
+    good, read = ANSWERS[name]
+    assert read(bytearray(json.dumps(good).encode()))
+    for member in good:
+        for bad in (None, 5, [], {}, "\u00fc", "A" * 9000 + "?"):
+            with pytest.raises((FormatError, KeyAccessError)):
+                read(bytearray(json.dumps(good | {member: bad}, ensure_ascii=False).encode()))
 
 
 @pytest.mark.parametrize("name", ANSWERS)

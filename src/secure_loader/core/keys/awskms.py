@@ -9,7 +9,6 @@ overwritten.
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import queue
 import re
@@ -28,7 +27,7 @@ from .. import strict_json
 from ..recipient import Recipient, WrapContext
 from ..secrets import Secret, wipe
 from ..threads import start
-from .carried import secret_in, with_secret
+from .carried import bytes_in, secret_in, with_secret
 from .fetch import reading
 from .net import Deadline, Response, Url, check_status, parse_url, request
 from .wrapping import WrappingProvider
@@ -151,11 +150,7 @@ def _asked(key: str, context: WrapContext) -> str:
 
 def _ciphertext_of(body: bytearray, key: str) -> tuple[str, bytes]:
     answer = strict_json.loads(bytes(body), what="answer", scan=True, any_number=True)
-    arn = _arn_of(answer, key)
-    try:
-        return arn, base64.b64decode(str(answer.get("CiphertextBlob", "")), validate=True)
-    except binascii.Error:
-        raise KeyAccessError("CiphertextBlob of the answer is not base64") from None
+    return _arn_of(answer, key), bytes_in(answer, "CiphertextBlob")
 
 
 def _plaintext_of(body: bytearray, key: str) -> Secret:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from typing import Any
 
@@ -75,3 +76,18 @@ def secret_in(body: bytearray, *path: str) -> tuple[dict[str, Any], Secret]:
     except ValueError:
         pass
     raise KeyAccessError(f"{'.'.join(path)} of the answer is not base64")
+
+
+def bytes_in(answer: dict[str, Any], name: str) -> bytes:
+    """What a member of an answer holds in base64, and is no secret.
+
+    Raises:
+        KeyAccessError: It holds something else.
+    """
+    text = answer.get(name)
+    try:
+        if isinstance(text, str):
+            return base64.b64decode(text, validate=True)
+    except ValueError:  # binascii.Error is one, and not the only one
+        pass
+    raise KeyAccessError(f"{name} of the answer is not base64")

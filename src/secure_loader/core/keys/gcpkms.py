@@ -7,7 +7,6 @@ the model by additional authenticated data. ``gcpkms:https://HOST/projects/…``
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -17,7 +16,7 @@ from .. import strict_json
 from ..recipient import WrapContext
 from ..secrets import Secret, wipe
 from .bearer import Cloud
-from .carried import secret_in, with_secret
+from .carried import bytes_in, secret_in, with_secret
 from .fetch import reading
 from .net import Deadline, Response, Url, check_status, parse_url, request
 from .wrapping import WrappingProvider
@@ -104,10 +103,7 @@ def _ciphertext_of(body: bytearray, key: str) -> bytes:
         and answer.get("verifiedAdditionalAuthenticatedDataCrc32c") is True
     ):
         raise KeyAccessError("the answer does not say that what was sent arrived as it was")
-    try:
-        wrapped = base64.b64decode(str(answer.get("ciphertext", "")), validate=True)
-    except binascii.Error:
-        raise KeyAccessError("ciphertext of the answer is not base64") from None
+    wrapped = bytes_in(answer, "ciphertext")
     _check_sum(wrapped, answer.get("ciphertextCrc32c"), "ciphertext")
     return wrapped
 
