@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
+
+from secure_loader.core.keys.fetch import reading
+from secure_loader.core.keys.net import Response, Url
+from secure_loader.errors import KeySourceResponseError
 
 SEPARATOR = b"\xff"  # in no UTF-8 text
+URL = Url("http", "localhost", 80, "/keys")
 
 
 def check(claim: object, what: str) -> None:
@@ -18,3 +25,15 @@ def check_no_secret(data: bytes, message: str) -> None:
     for secret in re.findall(rb'"(?:[kd]|priv|client_token|plaintext)"\s*:\s*"([A-Za-z0-9+/_=-]{20,})"', data):
         if data.count(secret) == 1:
             check(secret.decode() not in message, "a message shows key material")
+
+
+def read(data: bytes, read: Callable[[bytearray], Any]) -> Any:
+    """What is made of a body, or None where it is refused; the body is overwritten in any case."""
+    response = Response(200, {}, bytearray(data))
+    try:
+        return reading(response, URL, read)
+    except KeySourceResponseError as e:
+        check_no_secret(data, f"{e}{e.__cause__ or ''}")
+        return None
+    finally:
+        check(not any(response.body), "a body was not overwritten")

@@ -14,7 +14,6 @@ from secure_loader.core import strict_json
 from secure_loader.core.aead import ALGORITHMS
 from secure_loader.core.keys import jwe, jwk, kbs, net, rcar, vault
 from secure_loader.core.keys.carried import secret_in
-from secure_loader.core.keys.fetch import reading
 from secure_loader.core.keys.provider import KeyRequest
 from secure_loader.core.secrets import Secret
 from secure_loader.errors import (
@@ -24,11 +23,11 @@ from secure_loader.errors import (
     KeySourceUnreachableError,
     SecureLoaderError,
 )
-from tests.fuzz.claims import check, check_no_secret
+from tests.fuzz import targets_kms
+from tests.fuzz.claims import URL, check, check_no_secret, read
 from tests.integration.keys.kbs_peer import encrypt
 
 KEY = jwk.MasterKey("enc-1", ALGORITHMS["aes256gcm"], Secret(bytes(range(32))))
-URL = net.Url("http", "localhost", 80, "/keys")
 RULES = net.Rules(insecure_http_loopback=True)
 REQUEST = KeyRequest(KEY.kid, KEY.algorithm, "demo/model", bytes(16), bytes(16))
 PLAIN = json.dumps(KEY.document()).encode()
@@ -88,24 +87,12 @@ def one_http(data: bytes) -> None:
             check(body in data, "a body that did not arrive")
 
 
-def _read(data: bytes, read: Callable[[bytearray], Any]) -> Any:
-    """What is made of a body, or None where it is refused; the body is overwritten in any case."""
-    response = net.Response(200, {}, bytearray(data))
-    try:
-        return reading(response, URL, read)
-    except KeySourceResponseError as e:
-        check_no_secret(data, f"{e}{e.__cause__ or ''}")
-        return None
-    finally:
-        check(not any(response.body), "a body was not overwritten")
-
-
 def one_vault(data: bytes) -> None:
     """The input is the body of an answer: of the KV engine, and of the transit engine."""
-    keys = _read(data, vault._keys_of)
+    keys = read(data, vault._keys_of)
     if keys is not None:
         check({_private(k) for k in keys} == {_private(k) for k in _slowly(data)}, "lifting changed a key")
-    found = _read(data, lambda body: secret_in(body, "data", "plaintext"))
+    found = read(data, lambda body: secret_in(body, "data", "plaintext"))
     if found is not None:
         text = json.loads(data)["data"]["plaintext"].rstrip("=")
         padded = text + "=" * (-len(text) % 4)
@@ -128,11 +115,11 @@ def _slowly(data: bytes) -> list[jwk.Jwk]:
 
 def one_kbs(data: bytes) -> None:
     """The input is what a broker says at each step of the protocol, as body and as cookie; and a resource."""
-    challenge = _read(data, rcar._challenge)
+    challenge = read(data, rcar._challenge)
     if challenge is not None:
         check(len(base64.b64decode(challenge[0], validate=True)) == 32, "a nonce of another length")
         check(challenge[1] in ("sha256", "sha384", "sha512"), "a hash that nobody offered")
-    _read(data, rcar._check_token)
+    read(data, rcar._check_token)
     kind = rcar.kind_of(net.Response(401, {}, bytearray(data)))
     check(kind is None or kind.isalnum(), "a kind of error that is no word")
     broker = rcar.Broker(URL, RULES, net.Deadline(20))
@@ -166,7 +153,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "fuzz_vault": one_vault,
     "fuzz_kbs": one_kbs,
     "fuzz_jwe": one_jwe,
-}
+} | targets_kms.TARGETS
 
 
 def _http(body: bytes, status: str = "200 OK", *fields: str) -> bytes:
@@ -213,7 +200,7 @@ def seeds() -> dict[str, list[bytes]]:
         ],
         "fuzz_jwe": [json.dumps(sealed, indent=i).encode() for i in (None, 1)]
         + [json.dumps(encrypt(BROKER_KEY.public_key(), PLAIN, **head)).encode() for head in ODD_HEADS],
-    }
+    } | targets_kms.seeds()
 
 
 ODD_HEADS: tuple[dict[str, Any], ...] = ({"alg": "RSA1_5"}, {"zip": "DEF"}, {"enc": "A128GCM"}, {"crit": ["x"]})
