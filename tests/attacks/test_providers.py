@@ -70,6 +70,18 @@ def load(tmp_path, site):
     return run
 
 
+def test_a72_a_provider_that_breaks_says_so_in_our_words(load, site):
+    (site / "hostile.py").write_text(
+        "class Provider:\n    def resolve(self, reference, request):\n        raise ValueError('token=hvs.1234567')\n"
+    )
+    code, text = load("evil:somewhere/secret-path")
+    assert code == 1
+    assert "KeyAccessError" in text
+    assert "the key provider of evil:… failed: ValueError in hostile.py:3" in text
+    assert "hvs.1234567" not in text
+    assert "secret-path" not in text.replace("evil:somewhere/secret-path']", "")
+
+
 def test_the_example_is_short():
     assert len(EXAMPLE.read_text().splitlines()) <= 50
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import importlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ...config import LoaderConfig
-from ...errors import AuthenticationError, ConfigError, KeyAccessError
+from ...errors import AuthenticationError, ConfigError, KeyAccessError, SecureLoaderError
 from ..aead import Algorithm, unwrap_key
 from ..audit import note_source
 from ..forks import ForkLock
@@ -216,8 +217,7 @@ class KeyRing:
             if isinstance(source, MasterKey):
                 hit: Unwrapper | None = LocalUnwrapper(source, request) if source.kid == request.kid else None
             else:
-                scheme, rest = split_reference(source)
-                hit = self._provider(scheme).resolve(rest, request)
+                hit = self._ask(source, request)
             if hit is not None:
                 if not found:
                     note_source(shown(source))
@@ -235,6 +235,20 @@ class KeyRing:
         _refuse_ambiguous(found, request.kid)
         return found[0]
 
+    def _ask(self, source: str, request: KeyRequest) -> Unwrapper | None:
+        scheme, rest = split_reference(source)
+        failed = ""
+        try:
+            return self._provider(scheme).resolve(rest, request)
+        except (SecureLoaderError, MemoryError):
+            raise
+        except Exception as e:
+            if scheme in BUILT_IN:
+                raise
+            # Somebody else's. What it says may hold anything, and so may the frames that it was raised in.
+            failed = f"{type(e).__name__} in {_place(e)}"
+        raise KeyAccessError(f"the key provider of {shown(source)} failed: {failed}")
+
     def _provider(self, scheme: str) -> KeyProvider:
         with self._lock.here:
             if scheme not in self._providers:
@@ -243,6 +257,13 @@ class KeyRing:
                     made.configure(self._config)
                 self._providers[scheme] = made
             return self._providers[scheme]
+
+
+def _place(error: Exception) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "nowhere" if trace is None else f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
 
 
 def _refuse_ambiguous(found: Sequence[Unwrapper], kid: str) -> None:
