@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import pty
 import re
@@ -33,6 +34,7 @@ from secure_loader.core.checkpoint import Checkpoint
 from secure_loader.core.keys import tpm2
 from secure_loader.core.keys.provider import KeyRequest, KeyRing, key_check_value
 from secure_loader.core.keys.tpm2 import Tpm2Provider, parse_options, parse_sealed
+from secure_loader.core.keys.tpm2_wire import sized
 from secure_loader.core.recipient import Recipient, WrapContext
 from secure_loader.core.session import Session
 from secure_loader.errors import (
@@ -508,6 +510,44 @@ def test_tpms_that_talk_nonsense(tmp_path, monkeypatch, answer, kind, words):
         try:
             with refused(kind, words):
                 service(key_timeout_seconds=0.5).wrap("", KEY.secret, CONTEXT)
+        finally:
+            stop.set()
+            thread.join(10)
+
+
+def test_a_slow_tpm_has_one_deadline_for_all_that_it_is_asked(tmp_path, monkeypatch):
+    """Its name, the key once more, and a session: each answer comes after 0.3 s, and the third is none."""
+    public = sized(tpm2._SRK)
+    answers = {
+        0x131: struct.pack(">HIII", 0x8002, 18 + len(public) + 5, 0, 0x80000000)
+        + struct.pack(">I", len(public))
+        + public
+        + bytes(5)
+    }
+    nothing = struct.pack(">HII", 0x8001, 10, 0)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    while command := connection.recv(4096):
+                        stop.wait(0.3)
+                        connection.sendall(answers.get(int.from_bytes(command[6:10], "big"), nothing))
+
+    srk = (struct.pack(">H", 0x0B) + hashlib.sha256(tpm2._SRK).digest()).hex()
+    wrapped = bytes(4) + sized(bytes(100)) + sized(bytes(100)) + bytes(12 + 48)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "tpm"))
+        listener.listen()
+        listener.settimeout(0.05)
+        thread = threading.Thread(target=serve, name="tpm")
+        thread.start()
+        monkeypatch.setenv(tpm2.TCTI_VARIABLE, f"swtpm:path={tmp_path}/tpm")
+        try:
+            with refused(KeySourceUnreachableError, "no answer within 0.8 s"):
+                resolve(asking(Recipient("tpm2", srk, bytes(wrapped))), key_timeout_seconds=0.8)
         finally:
             stop.set()
             thread.join(10)

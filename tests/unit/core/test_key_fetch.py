@@ -6,13 +6,15 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from secure_loader.core.keys.fetch import FetchingProvider
 from secure_loader.core.keys.jwk import MasterKey
 from secure_loader.core.keys.provider import KeyRequest
-from secure_loader.errors import KeySourceUnreachableError
+from secure_loader.core.recipient import Recipient
+from secure_loader.errors import KeySourceDeniedError, KeySourceUnreachableError
 from tests.attacks.kit import KEY
 
 REQUEST = KeyRequest(KEY.kid, KEY.algorithm)
@@ -108,3 +110,28 @@ def test_an_error_is_shared_and_not_remembered() -> None:
 def test_a_forked_process_does_not_wait_for_an_answer_of_its_parent() -> None:
     words = [sys.executable, "-W", "ignore", "-c", FORKING]
     assert subprocess.run(words, capture_output=True, check=True, timeout=60).stdout == b"0\n"
+
+
+class Bound(FetchingProvider):
+    """A service that unwraps for one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str | None] = []
+
+    def fetch(self, reference: str, request: KeyRequest) -> MasterKey | None:
+        self.asked.append(request.model_id)
+        if request.model_id != "demo/model":
+            raise KeySourceDeniedError("wrapped for another model")
+        return KEY
+
+
+def test_what_was_unwrapped_for_one_model_is_not_handed_out_for_another() -> None:
+    """Who may sign one model copies the entries of another into it: they share names, and what is wrapped."""
+    service, entries = Bound(), (Recipient("service", "key", b"wrapped"),)
+    theirs = KeyRequest(KEY.kid, KEY.algorithm, "demo/model", recipients=entries)
+    for _ in range(2):
+        assert service.resolve("//host/", theirs) is not None
+    with pytest.raises(KeySourceDeniedError):
+        service.resolve("//host/", replace(theirs, model_id="mallory/model"))
+    assert service.asked == ["demo/model", "mallory/model"]

@@ -14,14 +14,14 @@ from ...config import LoaderConfig
 from ...errors import FormatError, KeyAccessError, KeySourceResponseError
 from ..forks import ForkLock
 from ..pool import CLEANING_TRIES, insist
-from ..recipient import Recipient
+from ..recipient import Recipient, WrapContext
 from .jwk import Jwk, MasterKey
 from .net import DEADLINE, Response, Rules, Url
 from .provider import KeyRequest, LocalUnwrapper, Unwrapper
 from .tls import Tls
 
 _T = TypeVar("_T")
-_Question = tuple[str, str, tuple[Recipient, ...], int]
+_Question = tuple[str, WrapContext, tuple[Recipient, ...], int]
 _Answer = Future[MasterKey | None]
 
 
@@ -69,7 +69,8 @@ class FetchingProvider(abc.ABC):
 
     def _once(self, reference: str, request: KeyRequest) -> MasterKey | None:
         # A process that was forked meanwhile asks for itself: nobody there will ever complete what its parent began.
-        at = (reference, request.kid, request.recipients, os.getpid())
+        # And what an entry is bound to counts: one that was copied from another model is asked for anew, and refused.
+        at = (reference, request.context(), request.recipients, os.getpid())
         while True:
             mine = answer = _Answer()
             try:

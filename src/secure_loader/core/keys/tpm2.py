@@ -6,10 +6,12 @@ storage root key (SRK) and a policy, and that key wraps the master key with AES-
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,7 +22,9 @@ from ...errors import KeyAccessError, KeySourceDeniedError, KeySourceResponseErr
 from ..recipient import Recipient, WrapContext
 from ..secrets import Secret, wipe
 from . import tpm2_wire as wire
+from .jwk import MasterKey
 from .net import Deadline
+from .provider import KeyRequest
 from .tpm2_wire import Object, Reader, Session, Tpm, TpmError, sized
 from .wrapping import WrappingProvider
 
@@ -35,6 +39,8 @@ _MAX_PCR = 23
 _NONCE, _TAG, _KEK = 12, 16, 32
 
 _T = TypeVar("_T")
+
+_deadline: ContextVar[Deadline | None] = ContextVar("secure_loader_tpm2_deadline", default=None)
 
 # The SRK of the TCG's provisioning guidance, on P-256: what tpm2_createprimary makes of
 # `-C o -G ecc256:aes128cfb -a 'fixedtpm|fixedparent|sensitivedataorigin|userwithauth|noda|restricted|decrypt'`.
@@ -99,6 +105,24 @@ class Tpm2Provider(WrappingProvider):
         super().__init__()
         self._names: dict[int | None, str] = {}
 
+    def fetch(self, reference: str, request: KeyRequest) -> MasterKey | None:
+        """See :meth:`WrappingProvider.fetch`. Asking for the SRK's name and unsealing share a deadline."""
+        with self._in_time():
+            return super().fetch(reference, request)
+
+    def wrap(self, reference: str, master: Secret, context: WrapContext) -> Recipient:
+        """See :meth:`WrappingProvider.wrap`; likewise."""
+        with self._in_time():
+            return super().wrap(reference, master, context)
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        token = _deadline.set(Deadline(self.seconds))
+        try:
+            yield
+        finally:
+            _deadline.reset(token)
+
     def kid(self, reference: str) -> str:
         """See :meth:`WrappingProvider.kid`: the SRK's name, in hex, and the PCRs."""
         options = parse_options(reference)
@@ -143,7 +167,8 @@ class Tpm2Provider(WrappingProvider):
     def _ask(self, options: Options, do: Callable[[Tpm, Object], _T], *, unsealing: bool = False) -> _T:
         """Have something done with the SRK: always the one that it was before."""
         try:
-            with Tpm(os.environ.get(TCTI_VARIABLE) or DEFAULT_TCTI, Deadline(self.seconds)) as tpm:
+            deadline = _deadline.get() or Deadline(self.seconds)
+            with Tpm(os.environ.get(TCTI_VARIABLE) or DEFAULT_TCTI, deadline) as tpm:
                 srk = _srk(tpm, options)
                 if self._names.setdefault(options.srk, srk.name.hex()) != srk.name.hex():
                     raise KeySourceResponseError("key source tpm2: the TPM shows another storage root key than before")
