@@ -98,4 +98,4 @@ def unwrap_key(master: Cipher, nonce: bytes, wrapped: bytes, tag: bytes) -> Secr
     """
     out = bytearray(len(wrapped))
     open_into(master, nonce, memoryview(wrapped + tag), memoryview(out))
-    return Secret(out)
+    return Secret.owning(out)

@@ -27,6 +27,11 @@ def check_release(model_id: str, signer_thumbprint: str, release: int) -> None:
     """
     folder = state_dir()
     key = f"{model_id}@{signer_thumbprint}"
+    floors = _read(folder)
+    if release <= floors.get(key, -1):
+        # Nothing to be written, so no lock: the record is replaced as a whole, and only ever rises.
+        _check(floors, key, model_id, release)
+        return
     try:
         private_folder(folder)
         with open(folder / "releases.lock", "a", encoding="ascii") as lock:
