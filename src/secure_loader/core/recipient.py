@@ -47,6 +47,11 @@ class Recipient:
         """What tells recipients apart."""
         return self.alg, self.kid
 
+    @property
+    def shown(self) -> str:
+        """How messages name it: publishers choose names, and nobody writes lines into the logs of others by one."""
+        return self.kid if self.kid.isprintable() else ascii(self.kid)
+
 
 @dataclass(frozen=True, slots=True)
 class WrapContext:

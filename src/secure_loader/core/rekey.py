@@ -74,7 +74,7 @@ class Change:
 
     def _look_up(self, kept: list[Recipient], path: str) -> list[Target]:
         people = known(cfg.load()) if kept else {}
-        strangers = [r.kid for r in kept if r.name not in people]
+        strangers = [r.shown for r in kept if r.name not in people]
         if strangers:
             raise ConfigError(
                 f"the new master key cannot be wrapped for {', '.join(strangers)}: not known here",

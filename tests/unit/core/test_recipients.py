@@ -428,6 +428,15 @@ def test_an_entry_is_taken_by_alg_and_kid(tmp_path):
             KeyRing([str(path)]).resolve(request(entry))
 
 
+@pytest.mark.parametrize("odd", ["\x85", "\x9b", "\u2028", "\u2029", "\u202e", "\u200b"])
+def test_names_that_would_write_lines_of_their_own_into_logs(odd):
+    entry = Recipient("unknown-alg", f"bob{odd}INFO all is well", b"wrapped")
+    with pytest.raises(KeyAccessError) as caught:
+        KeyRing([]).resolve(request(entry))
+    assert str(caught.value).isprintable()
+    assert "bob\\" in str(caught.value)
+
+
 def test_two_private_identities_of_one_kid(tmp_path):
     """Never a choice, whichever of them would open it."""
     for names in (("a", "b"), ("b", "a")):

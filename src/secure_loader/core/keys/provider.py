@@ -226,7 +226,7 @@ class KeyRing:
             # Somebody may put the key there now, and try again.
             self._providers.clear()
             searched = ", ".join(map(shown, self._sources)) or "nowhere"
-            for_whom = ", ".join(r.kid for r in request.recipients)
+            for_whom = ", ".join(r.shown for r in request.recipients)
             wrapped = f", which is wrapped for {for_whom}" if for_whom else ""
             raise KeyAccessError(
                 f"no master key with kid {request.kid!r}{wrapped} (searched: {searched})",

@@ -65,7 +65,7 @@ class WrappingProvider(FetchingProvider):
             return None
         if len(entries) > 1:
             raise KeyAccessError(
-                f"{len(entries)} recipients of the model could be meant ({', '.join(e.kid for e in entries)})",
+                f"{len(entries)} recipients of the model could be meant ({', '.join(e.shown for e in entries)})",
                 hint="name the key exactly",
             )
         secret = self.unwrap_key(reference, entries[0].wrapped, request.context())
