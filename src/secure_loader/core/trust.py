@@ -31,10 +31,9 @@ from .envelope import SECOND, SIGNATURE, Envelope, metadata
 from .header import LENGTH, Header, canonical_json, file_prefix
 from .home import home, refuse_foreign, trust_dir
 from .keys.jwk import VerifyKey, parse_key, parse_second
-from .source import read_small_file
 from .trust_chain import Chain
 from .trust_rules import Rules, Subject, read_rules
-from .trust_toml import parse_time, time_text
+from .trust_toml import parse_time, read_own, time_text
 
 MAX_TRUST_FILE = 64 * 1024
 # In a trust folder, beside the signers: rules, and what ``secure-loader trust revoke`` writes.
@@ -342,9 +341,9 @@ def read_trust_file(path: Path) -> TrustedSigner:
         ConfigError: Malformed, or others could have written it.
         SourceError: Not readable.
     """
-    _check_ours(path, "trust file")
+    data = read_own(path, "trust file", MAX_TRUST_FILE)
     try:
-        doc = strict_json.loads(read_small_file(str(path), MAX_TRUST_FILE), what="trust file", scan=True)
+        doc = strict_json.loads(data, what="trust file", scan=True)
         return parse_trusted(doc, path.stem)
     except (FormatError, KeyAccessError) as e:
         raise ConfigError(f"trust file: {e.message}", path=path) from None

@@ -16,19 +16,24 @@ from .source import FileSource
 _MAX_FILE = 1 << 20
 
 
-def read_own(path: Path, what: str) -> bytes:
+def read_own(path: Path, what: str, limit: int = _MAX_FILE) -> bytes:
     """The bytes of a file that decides whom or what to believe.
+
+    Args:
+        path: The file. What is looked at is what is open, whatever somebody puts in its place.
+        what: What it is called in messages.
+        limit: Longest that it may be.
 
     Raises:
         ConfigError: Others could have written it.
         MissingFileError: No such file.
-        SourceError: Not a regular file, not readable, or larger than 1 MiB.
+        SourceError: Not a regular file, not readable, or too long.
     """
     try:
         with FileSource(path) as source:
             refuse_foreign(os.fstat(source.fileno()), path, what)
-            if source.size > _MAX_FILE:
-                raise SourceError(f"is larger than {_MAX_FILE:,} bytes", path=path)
+            if source.size > limit:
+                raise SourceError(f"is larger than {limit:,} bytes", path=path)
             return source.read(0, source.size)
     except MissingFileError:
         raise MissingFileError(f"no such {what}", path=path) from None

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from secure_loader import TrustedSigner, TrustStore
+from secure_loader.core import trust_toml
+from secure_loader.core.home import refuse_foreign
 from secure_loader.core.trust import VerifiedHeader, read_trust_file
 from secure_loader.core.trust_rules import Subject
 from secure_loader.core.trust_toml import parse_time
@@ -108,6 +110,23 @@ def test_a_file_that_others_may_write(tmp_path, mode):
     path = write(tmp_path / "x.json", PUBLIC.document(), mode)
     with pytest.raises(ConfigError, match="trust file could have been written by others"):
         TrustStore.from_paths([path])
+
+
+def test_a_file_that_is_exchanged_while_it_is_looked_at(tmp_path, monkeypatch):
+    """What is believed is what was looked at."""
+    path, looked = write(tmp_path / "x.json", PUBLIC.document()), []
+
+    def look(info, path, what):
+        refuse_foreign(info, path, what)
+        looked.append(what)
+        write(tmp_path / "theirs.json", signing("mallory", 9).verify_key().document(), 0o666).replace(path)
+
+    monkeypatch.setattr(trust_toml, "refuse_foreign", look)
+    assert read_trust_file(path).key == PUBLIC
+    assert looked == ["trust file"]
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="trust file could have been written by others"):
+        read_trust_file(path)
 
 
 def test_a_folder_that_others_may_write(tmp_path):
