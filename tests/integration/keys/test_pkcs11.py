@@ -392,10 +392,19 @@ def test_a_process_that_shows_the_pin_and_hangs(hsm, fault):
         with refused(KeySourceUnreachableError, "no answer within 0.5 s"):
             service(key_timeout_seconds=0.5).wrap(fault(), KEY.secret, CONTEXT)
         assert fault.logins() == 0
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 1
     finally:
-        process.terminate()
+        process.kill()
         process.wait(10)
         process.stdout.close()
+    # The module ignores alarms, and nobody is there to end it.
+    for _ in range(500):
+        if not Path(f"/proc/{children[0]}").exists():
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("the process with the module lives on")
     assert is_key(resolve(fault(), asking(service().wrap(fault(), KEY.secret, CONTEXT))))
 
 

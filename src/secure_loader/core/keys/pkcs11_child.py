@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, BinaryIO
 
-PR_SET_DUMPABLE = 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 # Places in CK_FUNCTION_LIST, behind its version.
 INITIALIZE, FINALIZE, SLOT_LIST, TOKEN_INFO = 0, 1, 4, 6
 OPEN_SESSION, CLOSE_SESSION, LOGIN, ATTRIBUTES = 12, 13, 18, 24
@@ -149,7 +149,10 @@ class Module:
 def main() -> None:
     """Answer the request on stdin."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    # If whoever asked is gone, nobody else ends a module that hangs, and modules ignore what they like but for this.
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # What a module prints is not an answer.
     answer = os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -157,7 +160,7 @@ def main() -> None:
     os.dup2(nowhere, 2)
     source = sys.stdin.buffer
     request = json.loads(source.readline())
-    # If whoever asked is gone, nobody else ends a module that hangs.
+    # Should the thread that asked live on without waiting.
     signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 1)
     module = None
     try:
