@@ -518,3 +518,18 @@ def test_a83_a_file_that_changes_between_verification_and_signature(folder, monk
     monkeypatch.undo()
     path.write_bytes(data)
     sign_folder(folder, OWNER, trust=trust(), force=True)
+
+
+def test_a80_another_manifest_between_reading_and_hashing(folder, victim, tmp_path, monkeypatch):
+    """Read was the one that vouches for the attacker's shards; what lies there a moment later is the one that was signed."""
+    other = build_folder(tmp_path / "other" / folder.name, seed=7)
+    shutil.copy(folder / SIG, other / SIG)
+    looked = mf.check_files
+
+    def look_then_exchange(where, manifest, **options):
+        looked(where, manifest, **options)
+        shutil.copy(folder / mf.MANIFEST, other / mf.MANIFEST)
+
+    monkeypatch.setattr(mf, "check_files", look_then_exchange)
+    with refused(ManifestError, "secure_manifest.json changed while the folder was checked", victim=victim):
+        victim.load_folder(other)

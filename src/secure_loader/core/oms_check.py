@@ -121,11 +121,20 @@ def _compare(folder: Path, digests: dict[str, str], manifest: Manifest | None, a
     if manifest is not None:
         # None: a shard, which is bound by the manifest.
         known = {name: entry.sha256 for name, entry in manifest.files.items()}
+        known[mf.MANIFEST] = _digest_of_manifest(folder, manifest)
     unknown = [n for n in digests.keys() - known.keys() if os.path.lexists(folder / n)]
     found = known | hash_files(folder, unknown, advance)
     for name, digest in digests.items():
         if found.get(name) not in (None, digest):
             raise ManifestError(f"{name} is not the file that {MODEL_SIGNATURE} signs", path=folder)
+
+
+def _digest_of_manifest(folder: Path, manifest: Manifest) -> str:
+    """SHA-256, in hex, of the manifest's file. Raises ManifestError where it is not the one that vouches for the shards."""
+    data = read_small_file(str(folder / mf.MANIFEST), mf.MAX_MANIFEST)
+    if mf.peek(data).payload() != manifest.payload():
+        raise ManifestError(f"{mf.MANIFEST} changed while the folder was checked", path=folder)
+    return hashlib.sha256(data).hexdigest()
 
 
 def _hidden(name: str) -> bool:
