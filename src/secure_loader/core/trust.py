@@ -116,7 +116,9 @@ class TrustStore:
         for path in named:
             if path.is_dir():
                 _check_ours(path, "trust folder")
-                signers += [read_trust_file(file) for file in sorted(path.glob("*.json"))]
+                # By the operator's names for them: what a file calls its signer is what a publisher wrote.
+                files = sorted(path.glob("*.json"))
+                signers += [replace(read_trust_file(file), name=file.stem) for file in files]
                 for name in (RULES, REVOKED):
                     rules += read_rules(path / name, missing_ok=True)
             elif path.suffix == ".toml":

@@ -48,6 +48,10 @@ def verifying(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         name = os.fspath(pretrained_model_name_or_path)
         if _settings is not None and name not in _unguarded:
+            if kwargs.get("repo_type") not in (None, "model"):
+                raise ManifestError(
+                    "code of a repository that is no model does not run under --load-format secure", path=name
+                )
             model = Model(name, kwargs.get("revision"), kwargs.get("cache_dir"))
             folder, manifest = model.verify_settings(Session(keys=[], config=_settings))
             if manifest is None or module_file not in manifest.files:

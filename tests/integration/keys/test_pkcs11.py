@@ -446,8 +446,13 @@ def test_variables_of_ours_are_not_for_the_module(hsm, fault, tmp_path, monkeypa
     monkeypatch.setenv("SECURE_LOADER_PASSPHRASE", "hunter2")
     seen = tmp_path / "environ"
     monkeypatch.setenv("LOGINS", str(seen))
+    for name in ("VAULT_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "DB_PASSWORD"):
+        monkeypatch.setenv(name, "private-word")
+    monkeypatch.setenv("MODEL_KEY", json.dumps(KEY.document()))
     service().wrap(fault("copy environment"), KEY.secret, CONTEXT)
     assert b"FAULT=copy environment" in seen.read_bytes()
+    assert b"private-word" not in seen.read_bytes()
+    assert b"MODEL_KEY" not in seen.read_bytes()
     assert b"hunter2" not in seen.read_bytes()
 
 

@@ -102,7 +102,15 @@ def test_files_of_both_kinds(tmp_path):
     assert read_trust_file(write(tmp_path / "bare.json", PUBLIC.document())) == TrustedSigner("bare", PUBLIC)
     write(tmp_path / "y.json", TrustedSigner("you", signing("y", 3).verify_key()).document())
     (tmp_path / "README").write_text("not a trust file")
-    assert [s.name for s in TrustStore.from_paths([tmp_path]).signers] == ["bare", "me", "you"]
+    # By the names that the operator gave the files: what they call themselves is the publishers' word.
+    assert [s.name for s in TrustStore.from_paths([tmp_path]).signers] == ["bare", "x", "y"]
+    assert TrustStore.from_paths([tmp_path / "x.json"]).signers[0].name == "me"
+
+
+def test_a_file_put_into_the_folder_takes_nobodys_name(tmp_path):
+    write(tmp_path / "acme.json", PUBLIC.document())
+    write(tmp_path / "evil.json", TrustedSigner("acme", signing("y", 3).verify_key()).document())
+    assert {s.name: s.key.kid for s in TrustStore.from_paths([tmp_path]).signers} == {"acme": PUBLIC.kid, "evil": "y"}
 
 
 @pytest.mark.parametrize("mode", [0o666, 0o622, 0o664, 0o646])

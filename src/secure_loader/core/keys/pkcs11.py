@@ -29,7 +29,7 @@ from ...errors import (
 from ..forks import ForkLock
 from ..home import refuse_foreign
 from ..recipient import Recipient, WrapContext
-from ..secrets import Secret, wipe
+from ..secrets import Secret, looks_like_key, wipe
 from .held import held
 from .helper import HelperError, ask_helper
 from .local import path_of, read_private, take_variable
@@ -46,6 +46,7 @@ _HINT = "pkcs11:token=LABEL;object=LABEL?module-path=/path/of/module.so&pin-sour
 _PLAIN = ":[]@!$'()*+=-._~"
 _PART = re.compile(r"([a-z-]+)=((?:[A-Za-z0-9:\[\]@!$'()*+,=._~/?|-]|%[0-9A-Fa-f]{2})+)")
 _MAX_PIN = 256
+_PRIVATE = re.compile(r"^SECURE_LOADER_|TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE", re.IGNORECASE)
 _KINDS = {
     "unreachable": KeySourceUnreachableError,
     "denied": KeySourceDeniedError,
@@ -328,8 +329,8 @@ def _answer(uri: Uri, request: dict[str, object], pin: Secret, data: bytearray, 
     question[: len(line)] = line
     question[len(line) : len(line) + len(pin)] = pin.reveal()
     question[len(line) + len(pin) :] = data
-    # Modules are set up by variables of their own; ours may hold secrets.
-    env = {n: v for n, v in os.environ.items() if not n.startswith("SECURE_LOADER_")}
+    # Modules are set up by variables of their own. What is a secret of somebody else's is none of their business.
+    env = {n: v for n, v in os.environ.items() if not _PRIVATE.search(n) and not looks_like_key(v)}
     try:
         answer = ask_helper(_CHILD, question, deadline, env=env)
     except HelperError as e:
