@@ -27,7 +27,7 @@ def test_full_integrity_is_not_pretended_for_files_without_digests(tmp_path):
     vector = next(v for v in iter_vectors() if not v.profile_required and v.expect == "success")
     path = tmp_path / "legacy.safetensors"
     path.write_bytes(vector.data)
-    session = session_for(vector)
+    session = session_for(vector, tmp_path)
     with session.open_file(path).source:
         pass
     strict = Session(trust=session.trust, config=session.config.replace({"integrity": "full"}))
