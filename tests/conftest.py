@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,14 @@ def pytest_configure(config: pytest.Config) -> None:
     }
     for name in ("HF_HUB_CACHE", "HF_TOKEN", "VLLM_PLUGINS", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """For tests that send signals to this process: Python drops what a signal raises while the collector deletes something."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -153,6 +153,7 @@ def test_a60_interrupted_in_a_job(tmp_path, small_jobs, monkeypatch, where):
         set_threads(None)
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_a60_a_real_interrupt_while_waiting(tmp_path, small_jobs, monkeypatch):
     set_threads(4)
     path = build_file(tmp_path / "x.safetensors")

@@ -65,6 +65,7 @@ def test_helpers_are_awaited_before_the_wiping():
     assert "written" in events
 
 
+@pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("presses", [1, 3])
 def test_an_impatient_user_does_not_get_ahead_of_the_helpers(presses):
     """^C while the calling thread waits for the others: they must be out before the destination is wiped."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import os
@@ -247,6 +246,7 @@ def test_an_interruption_between_any_two_lines(folder, monkeypatch, way):
         interrupted_at(stop_at, bench(), files, lambda: load(folder / "2", way))
 
 
+@pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("presses", [1, 3])
 def test_an_impatient_user_while_a_disk_writes(folder, monkeypatch, presses):
     """Real signals, while a thread waits for its read: the disk must be done before anything is overwritten."""
@@ -260,20 +260,15 @@ def test_an_impatient_user_while_a_disk_writes(folder, monkeypatch, presses):
                 threading.Event().wait(0.05)
             threading.Event().wait(0.2)
 
-    # Python drops what a signal raises while the collector deletes something.
-    gc.disable()
-    try:
-        for _ in range(20):
-            bench = Bench(monkeypatch, slot=16 * KIB, direct={"before": before})
-            monkeypatch.setattr(transfer, "_SAMPLE_EVERY", 16 * KIB)
-            try:
-                load(folder / "2", "whole")
-            except KeyboardInterrupt:
-                break
-            # The calling thread was faster than its helpers.
-            assert not pressed.is_set()
-    finally:
-        gc.enable()
+    for _ in range(20):
+        bench = Bench(monkeypatch, slot=16 * KIB, direct={"before": before})
+        monkeypatch.setattr(transfer, "_SAMPLE_EVERY", 16 * KIB)
+        try:
+            load(folder / "2", "whole")
+        except KeyboardInterrupt:
+            break
+        # The calling thread was faster than its helpers.
+        assert not pressed.is_set()
     assert pressed.is_set()
     bench.check_wiped()
 

@@ -328,6 +328,7 @@ def test_an_interruption_between_any_two_lines(folder, monkeypatch, way, kernels
         stop_at(line)
 
 
+@pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("presses", [1, 3])
 def test_an_impatient_user(folder, monkeypatch, presses):
     """Real signals, while a reader is at work: it must be out before anything is wiped."""
