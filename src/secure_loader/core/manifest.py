@@ -253,12 +253,12 @@ def list_files(folder: Path) -> Iterator[str]:
 
     A link to a folder counts as one file, so that nothing behind it goes unseen: no manifest lists such a name.
     """
-    for root, folders, files in os.walk(folder):
-        links = [f for f in folders if (Path(root) / f).is_symlink()]
+    top = os.fspath(folder)
+    for root, folders, files in os.walk(top):
+        links = [f for f in folders if os.path.islink(os.path.join(root, f))]
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in links)
-        for name in sorted(files + links):
-            if not name.startswith("."):
-                yield (Path(root) / name).relative_to(folder).as_posix()
+        inside = "" if root == top else os.path.relpath(root, top) + "/"
+        yield from (inside + name for name in sorted(files + links) if not name.startswith("."))
 
 
 def check_files(folder: Path, manifest: Manifest, *, partial: bool = False) -> None:
@@ -299,7 +299,7 @@ def _is_as_signed(path: Path, entry: FileEntry) -> bool:
     with FileSource(path) as source:
         if source.size != entry.nbytes:  # or a file of many terabytes would be hashed to the end
             return False
-    return digest_of(path, shard=entry.header_sha256 is not None) == entry
+        return _digest(source, path, shard=entry.header_sha256 is not None) == entry
 
 
 def check_copy(path: Path, name: str, manifest: Manifest) -> None:
@@ -325,22 +325,25 @@ def digest_of(path: Path, *, shard: bool) -> FileEntry:
         SourceError: It cannot be read.
     """
     with FileSource(path) as source:
-        if shard:
-            try:
-                length = hdr.LENGTH.size + hdr.parse_length(source.read(0, min(8, source.size)), source.size)
-            except FormatError as e:
-                raise ManifestError(f"{path.name}: {e.message}", path=path.parent) from None
-        else:
-            length = source.size
-        sha = hashlib.sha256()
-        piece = memoryview(bytearray(min(_PIECE, length)))
-        for start in range(0, length, _PIECE):
-            view = piece[: min(_PIECE, length - start)]
-            source.read_into([view], start)
-            sha.update(view)
-        if shard:
-            return FileEntry(source.size, header_sha256=sha.hexdigest())
-        return FileEntry(source.size, sha256=sha.hexdigest())
+        return _digest(source, path, shard=shard)
+
+
+def _digest(source: FileSource, path: Path, *, shard: bool) -> FileEntry:
+    length = source.size
+    if shard:
+        try:
+            length = hdr.LENGTH.size + hdr.parse_length(source.read(0, min(8, source.size)), source.size)
+        except FormatError as e:
+            raise ManifestError(f"{path.name}: {e.message}", path=path.parent) from None
+    sha = hashlib.sha256()
+    piece = memoryview(bytearray(min(_PIECE, length)))
+    for start in range(0, length, _PIECE):
+        view = piece[: min(_PIECE, length - start)]
+        source.read_into([view], start)
+        sha.update(view)
+    if shard:
+        return FileEntry(source.size, header_sha256=sha.hexdigest())
+    return FileEntry(source.size, sha256=sha.hexdigest())
 
 
 def _unb64(text: object) -> bytes:
