@@ -11,7 +11,8 @@ import traceback
 import pytest
 
 from secure_loader.config import LoaderConfig, load
-from secure_loader.core.keys.net import Rules, is_public, parse_url
+from secure_loader.core.keys.addresses import is_public
+from secure_loader.core.keys.net import Rules, parse_url
 from secure_loader.core.keys.provider import KeyRing, provider
 from secure_loader.core.session import Session
 from secure_loader.errors import (

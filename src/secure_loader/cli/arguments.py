@@ -12,6 +12,7 @@ from .grammar import (
     command,
     for_whom,
     force_folder,
+    group,
     key_sources,
     new_keys,
     policies,
@@ -231,15 +232,13 @@ def _rewrap(commands: Commands) -> None:
 
 
 def _policy(commands: Commands) -> None:
-    parser = commands.add_parser(
+    actions = group(
+        commands,
         "policy",
-        help="lint and test a policy before it is embedded",
-        description=wrap("Policies say who may load a model, and are embedded by: encrypt --policy FILE."),
-        epilog="examples:\n  secure-loader policy lint licence.rego\n  secure-loader policy test licence.rego\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "lint and test a policy before it is embedded",
+        "Policies say who may load a model, and are embedded by: encrypt --policy FILE.",
+        "secure-loader policy lint licence.rego\nsecure-loader policy test licence.rego",
     )
-    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
     p = command(
         actions,
         "lint",
@@ -295,15 +294,13 @@ def _env(commands: Commands) -> None:
 
 
 def _config(commands: Commands) -> None:
-    parser = commands.add_parser(
+    actions = group(
+        commands,
         "config",
-        help="show the settings in force",
-        description="Settings come from config.toml in the home folder, then the environment.",
-        epilog="examples:\n  secure-loader config show\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "show the settings in force",
+        "Settings come from config.toml in the home folder, then the environment.",
+        "secure-loader config show",
     )
-    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
     command(
         actions,
         "show",

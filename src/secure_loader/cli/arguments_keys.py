@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING
 
-from .grammar import command, models, trusting, wrap
+from .grammar import command, group, models, trusting
 
 if TYPE_CHECKING:
     from .grammar import Commands
@@ -50,15 +49,13 @@ def keygen(commands: Commands) -> None:
 
 
 def trust(commands: Commands) -> None:
-    parser = commands.add_parser(
+    actions = group(
+        commands,
         "trust",
-        help="list, add, remove, export and revoke the signers that this machine trusts",
-        description=wrap("The signers that this machine trusts. Only models that one of them signed are loaded."),
-        epilog="examples:\n  secure-loader trust list\n  secure-loader trust add alice.json --model 'alice/*'\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "list, add, remove, export and revoke the signers that this machine trusts",
+        "The signers that this machine trusts. Only models that one of them signed are loaded.",
+        "secure-loader trust list\nsecure-loader trust add alice.json --model 'alice/*'",
     )
-    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
     command(
         actions,
         "list",
@@ -135,18 +132,14 @@ def trust(commands: Commands) -> None:
 
 
 def recipients(commands: Commands) -> None:
-    parser = commands.add_parser(
+    actions = group(
+        commands,
         "recipients",
-        help="make an identity, and keep those of others to encrypt for",
-        description=wrap(
-            "Identities: key pairs that models are encrypted for, by encrypt -r NAME. Who has the private half loads the model "
-            "without having been given its master key."
-        ),
-        epilog="examples:\n  secure-loader recipients new bob\n  secure-loader recipients add bob.jwk\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "make an identity, and keep those of others to encrypt for",
+        "Identities: key pairs that models are encrypted for, by encrypt -r NAME. Who has the private half loads the model "
+        "without having been given its master key.",
+        "secure-loader recipients new bob\nsecure-loader recipients add bob.jwk",
     )
-    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
     p = command(
         actions,
         "new",

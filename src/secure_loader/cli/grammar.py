@@ -80,6 +80,30 @@ def command(commands: Commands, name: str, run: str, summary: str, examples: str
     return parser
 
 
+def group(commands: Commands, name: str, summary: str, about: str, examples: str) -> Commands:
+    """A command that only has commands of its own.
+
+    Args:
+        commands: Where it belongs.
+        name: Of the command.
+        summary: One sentence, without capital and full stop.
+        about: Further sentences.
+        examples: Command lines, one a line.
+
+    Returns:
+        Where its commands belong.
+    """
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=wrap(about),
+        epilog="examples:\n" + "".join(f"  {line}\n" for line in examples.splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
+
+
 def wrap(text: str) -> str:
     """Text as help shows it."""
     # The raw formatter, which the examples need, leaves this to us.

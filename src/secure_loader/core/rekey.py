@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import config as cfg
 from ..errors import ConfigError, KeyAccessError
 from .archive import TensorFile
 from .envelope import Envelope
@@ -47,7 +46,7 @@ class Change:
         if envelope is None or envelope.profile is None:
             raise ConfigError("has no profile 1; encrypt it with secure-loader first", path=path)
         kept = self._kept(envelope.profile.recipients, path)
-        found = targets(self.add, cfg.load()) if self.add else []
+        found = targets(self.add)
         again = {target.name for target in found}
         kept = [r for r in kept if r.name not in again]
         model_id = envelope.profile.model_id
@@ -73,7 +72,7 @@ class Change:
         return [r for r in recipients if r.kid not in self.remove]
 
     def _look_up(self, kept: list[Recipient], path: str) -> list[Target]:
-        people = known(cfg.load()) if kept else {}
+        people = known() if kept else {}
         strangers = [r.shown for r in kept if r.name not in people]
         if strangers:
             raise ConfigError(

@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import config as cfg
 from ..errors import ConfigError
 from .aead import CHUNK_SIZE
 from .archive import Archive
 from .keys.jwk import MasterKey, SigningKey
-from .keys.recipients import one_time_key, targets, wrap_for
+from .keys.recipients import targets, wrap_for
 from .seal import PlainTensor, Publication
 from .session import KeySources, Session, TrustSources
 from .source import FileSource
 from .tensors import bytes_of
-from .writer import resolve_master, resolve_signing
+from .writer import choose_master, resolve_signing
 
 
 def publication(
@@ -31,8 +30,8 @@ def publication(
     recipients: Sequence[str] = (),
 ) -> Publication:
     """Keys and names for a single file. Raises KeyAccessError and ConfigError."""
-    for_whom = targets(recipients, cfg.load()) if recipients else []
-    master = one_time_key() if for_whom and key is None else resolve_master(key)
+    for_whom = targets(recipients)
+    master = choose_master(key, for_whom)
     signing = resolve_signing(signing_key, key)
     entries = wrap_for(for_whom, master, model_id)
     return Publication(master, signing, model_id, release, version, chunk_size, recipients=entries)

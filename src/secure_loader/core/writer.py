@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .. import config as cfg
 from ..errors import ConfigError, FormatError, SecureLoaderError
 from . import envelope as env
 from . import header as hdr
@@ -145,9 +144,9 @@ def encrypt_model(
     """
     started = time.perf_counter()
     source, target = Path(src).absolute(), Path(dst).absolute()
-    for_whom = targets(recipients, cfg.load()) if recipients else []
+    for_whom = targets(recipients)
     publication = Publication(
-        master=one_time_key() if for_whom and key is None else resolve_master(key),
+        master=choose_master(key, for_whom),
         signing=resolve_signing(signing_key, key, certificate),
         model_id=source.resolve().name if model_id is None else model_id,
         release=release,
@@ -324,6 +323,11 @@ def check_apart(source: Path, target: Path) -> None:
 def resolve_master(key: str | MasterKey | None) -> MasterKey:
     """A master key by NAME, kid or as it is; None takes the only one in the home folder. Raises KeyAccessError."""
     return key if isinstance(key, MasterKey) else find_master_key([keys_dir()], key)
+
+
+def choose_master(key: str | MasterKey | None, for_whom: Sequence[Target]) -> MasterKey:
+    """As :func:`resolve_master`; a new one that nobody keeps, where there are recipients and no key was named."""
+    return one_time_key() if for_whom and key is None else resolve_master(key)
 
 
 def resolve_signing(

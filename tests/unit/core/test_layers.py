@@ -15,7 +15,7 @@ PACKAGE = Path(secure_loader.__file__).parent
 # From the bottom up; modules on one line do not import each other.
 LAYERS = (
     "errors",
-    "core.types core.base64_text core.secrets core.hardening core.report core.memory core.threads core.forks core.audit core.policy_child core.keys.pkcs11_child core.policy_corpus core.device.sources core.device.driver core.keys.asking core.keys.evidence",
+    "core.types core.base64_text core.keys.addresses core.secrets core.hardening core.report core.memory core.threads core.forks core.audit core.policy_child core.keys.pkcs11_child core.policy_corpus core.device.sources core.device.driver core.keys.asking core.keys.evidence",
     "core.pool core.device.triton_sbox core.device.triton_place",
     "core.strict_json core.home core.keys.lift core.keys.scrypt_file core.policy_engine core.device.nvrtc core.device.cubins core.device.device core.device.layout",
     "core.header core.recipient core.keys.carried core.device.batch core.device.torch_device config core.device.triton_aes",

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
+from secure_loader.core.keys import net
 from secure_loader.core.keys.net import Deadline, Rules, Url, parse_url, request
 from secure_loader.core.secrets import Secret
-from secure_loader.errors import KeyAccessError, KeySourceResponseError
+from secure_loader.errors import KeyAccessError, KeySourceResponseError, KeySourceUnreachableError
 from tests.integration.keys.services import Call, answer, serving
 
 LOOPBACK = Rules(insecure_http_loopback=True)
@@ -90,3 +91,13 @@ def test_a_deadline_ends():
 def test_urls(text, origin, path):
     url = parse_url(text, Rules())
     assert (url.origin, url.path) == (origin, path)
+
+
+def test_no_thread_for_the_name_service(monkeypatch):
+    def refuse(work, name):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(net, "start", refuse)
+    url = parse_url("https://keys.example.com/a", Rules())
+    with pytest.raises(KeySourceUnreachableError, match="cannot be resolved \\(the system gives no more threads\\)"):
+        request(url, Rules(), Deadline(5))

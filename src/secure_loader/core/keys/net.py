@@ -28,6 +28,7 @@ from typing import Any
 from ...errors import KeyAccessError, KeySourceDeniedError, KeySourceResponseError, KeySourceUnreachableError
 from ..secrets import Secret, wipe
 from ..threads import start
+from .addresses import Address, is_public
 from .tls import Tls
 
 MAX_BODY = 64 * 1024
@@ -44,25 +45,6 @@ _URL = re.compile(
     r"(?P<path>(?:/[A-Za-z0-9._~!$&'()*+,;=:@%-]*)*)(?:\?(?P<query>[A-Za-z0-9._~=&-]+))?",
 )
 _HEADER_VALUE = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
-
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# What Python, or an older one, takes for public: what answers every machine of Azure from inside, addresses of
-# protocols (Oracle's cloud answered there), those once meant for one site, NAT64 of one network (RFC 8215),
-# documentation (RFC 9637), segments of one network (RFC 9602), and a dummy (RFC 9780).
-_INSIDE = tuple(
-    ipaddress.ip_network(text)
-    for text in (
-        "168.63.129.16/32",
-        "192.0.0.0/24",
-        "fec0::/10",
-        "64:ff9b:1::/48",
-        "3fff::/20",
-        "5f00::/16",
-        "100:0:0:1::/64",
-    )
-)
-# IPv6 networks whose last 32 bits are an IPv4 address: NAT64, and "compatible" addresses.
-_EMBEDDING = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("::/96"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +280,9 @@ class _AnswerError(http.client.HTTPException):
 
 def _connect(url: Url, rules: Rules, deadline: Deadline) -> socket.socket:
     """A connection to one of the addresses of the host, all of which were checked."""
-    found = [(family, where) for family, where in _resolve(url, deadline) if _check_address(where[0], url, rules)]
+    found = _resolve(url, deadline)
+    for _, where in found:
+        _check_address(where[0], url, rules)
     found = found[:_MAX_ATTEMPTS]
     last: OSError = OSError("the name has no address")
     for i, (family, where) in enumerate(found):
@@ -335,7 +319,10 @@ def _resolve(url: Url, deadline: Deadline) -> list[tuple[socket.AddressFamily, t
             answer.put(e)
 
     # The system's resolver cannot be told a deadline. A thread that it holds back ends when it gives up.
-    start(ask, "secure-loader-resolver")
+    try:
+        start(ask, "secure-loader-resolver")
+    except RuntimeError:
+        raise OSError(0, "its name cannot be resolved (the system gives no more threads)") from None
     try:
         found = answer.get(timeout=deadline.left())
     except queue.Empty:
@@ -345,15 +332,15 @@ def _resolve(url: Url, deadline: Deadline) -> list[tuple[socket.AddressFamily, t
     return [(family, where) for family, _, _, _, where in found]
 
 
-def _literal(host: str) -> _Address | None:
+def _literal(host: str) -> Address | None:
     try:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
 
 
-def _check_address(text: str, url: Url, rules: Rules) -> bool:
-    """True, or KeyAccessError where the host may not have that address."""
+def _check_address(text: str, url: Url, rules: Rules) -> None:
+    """Raises KeyAccessError where the host may not have that address."""
     address = ipaddress.ip_address(text.partition("%")[0])
     http = address.is_loopback or (address == METADATA and rules.insecure_http_metadata)
     named = http if url.scheme == "http" else url.host in rules.private_hosts
@@ -362,20 +349,6 @@ def _check_address(text: str, url: Url, rules: Rules) -> bool:
             f"{url.source} has the address {address}, which is not a public one",
             hint="a host inside the network must be named in the setting key_private_hosts",
         )
-    return True
-
-
-def is_public(address: _Address) -> bool:
-    """Whether an address belongs to the internet: not to this machine, a private network, or a cloud's inside."""
-    if isinstance(address, ipaddress.IPv6Address):
-        inside = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-        if any(address in network for network in _EMBEDDING):
-            inside.append(ipaddress.IPv4Address(address.packed[12:]))
-        embedded = [a for a in inside if a is not None]
-        if embedded:
-            return all(map(is_public, embedded))
-    odd = address.is_multicast or address.is_reserved or any(address in network for network in _INSIDE)
-    return address.is_global and not odd
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------

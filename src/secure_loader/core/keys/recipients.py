@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...config import LoaderConfig
+from ...config import LoaderConfig, load
 from ...errors import ConfigError, FormatError, KeyAccessError, SecureLoaderError, SourceError, WriteError
 from ..aead import ALGORITHMS
 from ..atomic import write_bytes
@@ -64,13 +64,16 @@ def targets(who: Sequence[str], config: LoaderConfig | None = None) -> list[Targ
     Args:
         who: For each a NAME in the ``recipients`` folder, the path of a public identity, or the reference of a service's key
             (``transit:…``, ``awskms:…``, ``pkcs11:…``).
-        config: Settings, for services.
+        config: Settings, for services; None takes the user's.
 
     Raises:
         ConfigError: A name that nobody has, somebody twice, or a reference of a scheme that cannot wrap.
         KeyAccessError: A file that holds no public identity.
     """
-    found = [_target(one, config or LoaderConfig()) for one in who]
+    if not who:
+        return []
+    settings = config or load()
+    found = [_target(one, settings) for one in who]
     names = [t.name for t in found]
     for name in names:
         if names.count(name) > 1:
@@ -100,6 +103,9 @@ def listed(entries: Iterable[Recipient]) -> tuple[Recipient, ...]:
 def known(config: LoaderConfig | None = None) -> dict[tuple[str, str], Target]:
     """Everybody who can be wrapped for without being named: known identities, our own, and services among our key sources.
 
+    Args:
+        config: Settings; None takes the user's.
+
     Raises:
         ConfigError: Two different identities of one name: whom a file means cannot be told.
         KeyAccessError, SourceError: A key file that cannot be used.
@@ -108,7 +114,7 @@ def known(config: LoaderConfig | None = None) -> dict[tuple[str, str], Target]:
     for public in [*(public for _, public in identities()), *_own()]:
         if found.setdefault((ALG, public.kid), Target((ALG, public.kid), public)).who != public:
             raise _two(public.kid)
-    settings = config or LoaderConfig()
+    settings = config or load()
     for reference in default_key_sources() if settings.keys is None else settings.keys:
         service = _service(reference, settings)
         if service is not None:
